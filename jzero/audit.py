@@ -1,0 +1,281 @@
+"""What a program communicates: its collectives, counted on the program itself.
+
+Two views of one jitted function. `collectives` reads the lowered program (StableHLO, before partitioning), which holds
+the collectives that were written down: jzero's own, and any in the user's loss. `compiled_collectives` reads the
+optimised program, which holds what XLA left of these, and what the partitioner put in.
+
+Read dtypes from the lowered program: XLA:CPU runs bfloat16 collectives in float32. Counts, too, may differ for good
+reasons: XLA moves collectives out of loops, joins small ones, and drops a reduce-scatter of what was just gathered.
+
+Not counted: `send`, `recv` and `ragged_all_to_all`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero import hlo
+
+# How often an array crosses each device's link in a ring algorithm, before the factor (n - 1) / n.
+_RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+_KINDS = (*_RING, "collective-permute", "collective-broadcast")
+
+AxesByGroups = dict[frozenset[frozenset[int]], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of collective on one shape of array, and how often a call of the program runs it.
+
+    Attributes:
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute" or "collective-broadcast".
+      dtype: numpy's name of the dtype on the wire, such as "float32" or "bfloat16".
+      shape: of the whole array: the gathered result, the scattered input, the reduced, exchanged or sent operand.
+      axes: the mesh axes that it runs over, in the mesh's order, without those of size 1; () when they cannot be told.
+      group: how many devices take part in each group.
+      count: runs per call of the program, with the trip counts of the loops around it multiplied in.
+      exact: False where the program does not tell `count`: in a `while` of unknown trip count, `count` is for one pass;
+        in a conditional, what every branch runs is exact, and what some branch runs beyond that is not.
+
+    Example:
+      >>> row = Collective("all-reduce", "bfloat16", (1024,), axes=("data",), group=8, count=3)
+      >>> row.bytes, row.wire_bytes
+      (6144, 10752.0)
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    group: int
+    count: int = 1
+    exact: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array, times `count`."""
+        bits = math.prod(self.shape) * jax.dtypes.itemsize_bits(jax.numpy.dtype(self.dtype))
+        return self.count * -(-bits // 8)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends: `bytes` times (n - 1) / n in a group of n, twice that for an all-reduce.
+
+        This is what ring algorithms send, and the least that any can (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+        algorithms for clusters of workstations", 2009). A permute or a broadcast sends the array once.
+        """
+        if self.kind not in _RING:
+            return float(self.bytes)
+        return _RING[self.kind] * self.bytes * (self.group - 1) / self.group
+
+
+def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[Collective, ...]:
+    """Counts the explicit collectives of a lowered program: `psum`, `all_gather`, `psum_scatter` and their like.
+
+    The partitioner has not run yet, so none of its own are there, and inside a shard_map that leaves some axes
+    automatic, shapes are not yet divided over those.
+
+    Args:
+      lowered: `jax.jit(f).lower(...)`, or a train step's `lower`.
+      mesh: the mesh that the program runs on, to name the axes.
+
+    Returns:
+      One row for each distinct collective, counts added up, in the order of first appearance in the program.
+
+    Raises:
+      TypeError: `lowered` is not a lowered program.
+      ValueError: the program runs on another mesh.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+      >>> @jax.jit
+      ... @jax.shard_map(mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False)
+      ... def f(x):
+      ...     y, _ = jax.lax.scan(lambda x, _: (jax.lax.pmean(x, "data"), None), x, length=3)
+      ...     return jax.lax.psum_scatter(y, ("data", "model"), tiled=True)
+      >>> for row in collectives(f.lower(jax.numpy.ones(16)), mesh):
+      ...     print(row.kind, row.dtype, row.shape, row.axes, row.group, row.count, row.bytes, row.wire_bytes)
+      all-reduce float32 (16,) ('data',) 4 3 192 288.0
+      reduce-scatter float32 (16,) ('data', 'model') 8 1 64 56.0
+    """
+    if not isinstance(lowered, jax.stages.Lowered):
+        raise TypeError(
+            f"collectives: wanted a jax.stages.Lowered, which jax.jit(f).lower(...) returns; got "
+            f"{type(lowered).__name__}. For a compiled program call compiled_collectives."
+        )
+    module: Any = lowered.compiler_ir("stablehlo")
+    functions = {
+        op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
+    }
+    by_groups = _axes_by_groups(mesh, int(module.operation.attributes["mhlo.num_partitions"]))
+
+    @functools.cache
+    def in_function(name: str) -> list[Collective]:
+        return in_region(functions[name].regions[0])
+
+    def in_region(region: Any) -> list[Collective]:
+        return _merged(row for block in region.blocks for op in block.operations for row in in_op(op.operation))
+
+    def in_op(op: Any) -> Iterable[Collective]:
+        kind = op.name.removeprefix("stablehlo.").replace("_", "-")
+        regions = [in_region(region) for region in op.regions]
+        if kind in _KINDS:
+            axes, group = _participants(kind, _stablehlo_groups(op, mesh), by_groups)
+            whole = op.results if kind == "all-gather" else op.operands
+            return [
+                Collective(kind, hlo.dtype_name(str(x.type.element_type)), tuple(x.type.shape), axes, group)
+                for x in whole
+            ]
+        if kind == "while":
+            return _loop(*regions, trips=hlo.stablehlo_trip_count(op))
+        if kind == "case":
+            return _either(regions)
+        if kind in ("func.call", "composite"):
+            return in_function(op.attributes["callee" if kind == "func.call" else "decomposition"].value)
+        return itertools.chain(*regions)
+
+    return tuple(in_function("main"))
+
+
+def compiled_collectives(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None
+) -> tuple[Collective, ...]:
+    """Counts all collectives of a compiled program: the explicit ones and the partitioner's, as XLA left them.
+
+    Shapes are one device's. A combined collective gives one row for each array in it; an asynchronous pair (`-start`
+    and `-done`) counts once. An all-to-all of n separate pieces is one row, its shape (n, *piece).
+
+    Args:
+      compiled: `jax.jit(f).lower(...).compile()`, on any backend, also ahead of time for a GPU that is not there.
+      mesh: the mesh that the program runs on, to name the axes; without it `axes` is ().
+
+    Returns:
+      One row for each distinct collective, counts added up, in the order of first appearance in the program.
+
+    Raises:
+      TypeError: `compiled` is not a compiled program.
+      ValueError: the program runs on another mesh.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+      >>> mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+      >>> x = jax.device_put(np.ones((8, 32), np.float32), NamedSharding(mesh, P("data")))
+      >>> mean = jax.jit(lambda x: x.mean(0), out_shardings=NamedSharding(mesh, P())).lower(x)
+      >>> collectives(mean, mesh)
+      ()
+      >>> compiled_collectives(mean.compile(), mesh)
+      (Collective(kind='all-reduce', dtype='float32', shape=(32,), axes=('data',), group=8, count=1, exact=True),)
+    """
+    text = compiled.as_text() if hasattr(compiled, "as_text") else None
+    if not text or not text.startswith("HloModule"):
+        raise TypeError(
+            f"compiled_collectives: wanted a compiled program, which jax.jit(f).lower(...).compile() returns; got "
+            f"{type(compiled).__name__}. For a lowered program call collectives."
+        )
+    program = hlo.parse(text)
+    by_groups = None if mesh is None else _axes_by_groups(mesh, program.n_devices)
+
+    @functools.cache
+    def in_computation(name: str) -> list[Collective]:
+        arrays = {instruction.name: instruction.arrays for instruction in program.computations[name]}
+        return _merged(row for instruction in program.computations[name] for row in in_instruction(instruction, arrays))
+
+    def in_instruction(instruction: hlo.Instruction, arrays: dict) -> list[Collective]:
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in _KINDS:
+            axes, group = _participants(kind, program.groups(instruction), by_groups)
+            operands = [array for operand in instruction.operands for array in arrays[operand]]
+            at = instruction.dim
+            if kind == "all-gather" and at is not None:
+                operands = [(dtype, (*s[:at], s[at] * group, *s[at + 1 :])) for dtype, s in operands]
+            if kind == "all-to-all" and at is None:
+                operands = [(dtype, (len(operands), *s)) for dtype, s in operands[:1]]
+            return [Collective(kind, dtype, shape, axes, group) for dtype, shape in operands]
+        if instruction.opcode.endswith(("-done", "-update")):
+            return []
+        called = [in_computation(name) for name in instruction.called]
+        if instruction.opcode == "while":
+            return _loop(*called, trips=instruction.trip_count)
+        if instruction.opcode == "conditional":
+            return _either(called)
+        return list(itertools.chain(*called))
+
+    return tuple(in_computation(program.entry))
+
+
+def _merged(rows: Iterable[Collective]) -> list[Collective]:
+    counts: dict[Collective, int] = {}
+    for row in rows:
+        one = dataclasses.replace(row, count=1)
+        counts[one] = counts.get(one, 0) + row.count
+    return [dataclasses.replace(one, count=n) for one, n in counts.items() if n]
+
+
+def _loop(condition: list[Collective], body: list[Collective], trips: int | None) -> list[Collective]:
+    if trips is None:
+        return [dataclasses.replace(row, exact=False) for row in condition + body]
+    # The condition runs once more than the body, to find that the loop is over.
+    runs = [(row, trips + 1) for row in condition] + [(row, trips) for row in body]
+    return [dataclasses.replace(row, count=row.count * n) for row, n in runs]
+
+
+def _either(branches: list[list[Collective]]) -> list[Collective]:
+    counts = [{dataclasses.replace(row, count=1): row.count for row in branch} for branch in branches]
+    rows = []
+    for one in dict.fromkeys(itertools.chain(*counts)):
+        n = [branch.get(one, 0) for branch in counts]
+        rows.append(dataclasses.replace(one, count=min(n)))
+        rows.append(dataclasses.replace(one, count=max(n) - min(n), exact=False))
+    return rows
+
+
+def _axes_by_groups(mesh: jax.sharding.Mesh, n_devices: int) -> AxesByGroups:
+    """Every set of axes, fewest first, by the groups that a collective over them has."""
+    if n_devices != mesh.size:
+        raise ValueError(
+            f"The program runs on {n_devices} devices, but the mesh {dict(mesh.shape)} has {mesh.size}: pass the mesh "
+            "that the program runs on."
+        )
+    names = [name for name, size in mesh.shape.items() if size > 1]
+    subsets = [axes for n in range(len(names) + 1) for axes in itertools.combinations(names, n)]
+    return {frozenset(map(frozenset, _groups_over(mesh, axes))): axes for axes in subsets}
+
+
+def _groups_over(mesh: jax.sharding.Mesh, axes: Iterable[str]) -> hlo.Groups:
+    return hlo.mesh_groups(np.arange(mesh.size), dict(mesh.shape), [(axis, 1, mesh.shape[axis]) for axis in axes])
+
+
+def _participants(kind: str, groups: hlo.Groups, by_groups: AxesByGroups | None) -> tuple[tuple[str, ...], int]:
+    """Mesh axes and group size. Linked pairs of a permute are one group; its axes, the fewest that hold all."""
+    linked: list[frozenset[int]] = []
+    for group in map(frozenset, groups):
+        apart = [other for other in linked if not other & group]
+        linked = [*apart, group.union(*(other for other in linked if other & group))]
+    size = max(map(len, linked))
+    if by_groups is None:
+        return (), size
+    if kind != "collective-permute":
+        return by_groups.get(frozenset(linked), ()), size
+    return next(axes for known, axes in by_groups.items() if all(any(s <= k for k in known) for s in linked)), size
+
+
+def _stablehlo_groups(op: Any, mesh: jax.sharding.Mesh) -> hlo.Groups:
+    attribute = op.attributes["replica_groups" if "replica_groups" in op.attributes else "source_target_pairs"]
+    # jax 0.10 writes device ids; jax 0.12 writes mesh axes where it can, in an attribute without accessors in Python.
+    axes = re.findall(r'axis_ref<name = "([^"]+)"', str(attribute))
+    if missing := [axis for axis in axes if axis not in mesh.shape]:
+        raise ValueError(
+            f"{op.name} runs over the axes {missing}, but the mesh has {mesh.axis_names}: pass the mesh that the "
+            "program runs on."
+        )
+    return _groups_over(mesh, axes) if axes else np.array(attribute).tolist()

@@ -1,0 +1,187 @@
+"""Reads XLA's programs: trip counts of a lowered one, and the text of an optimised one.
+
+JAX gives the lowered program as MLIR operations, and the optimised one as text only. Of the text this reads who calls
+whom, how often loops run, which arrays come out, and which devices talk to one another, as XLA:CPU and XLA:GPU write it
+in jax 0.10 and 0.12.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.mlir import ir
+
+Groups = Sequence[Sequence[int]]  # devices that talk to one another, as positions in the program's device order
+
+_COMPUTATION = re.compile(r"(ENTRY )?(%[\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?(%[\w.-]+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
+_CALLED = (
+    r"(?:condition|body|calls|to_apply|called_computations|branch_computations|true_computation|false_computation)"
+)
+_LETTERS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "ui": "uint", "u": "uint", "c": "complex"}
+_NAMED = {"i1": "bool", "pred": "bool", "complex<f32>": "complex64", "complex<f64>": "complex128"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation: `arrays` are what it returns, `attributes` what follows the operands."""
+
+    name: str
+    opcode: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs; of a `while`, the condition and the body."""
+        lists = re.findall(_CALLED + r"=\{?((?:%[\w.-]+(?:, )?)+)", self.attributes)
+        return [name for names in lists for name in re.findall(r"%[\w.-]+", names)]
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a `while` runs its body, if XLA knows."""
+        match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(match[1]) if match else None
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that an all-gather, a reduce-scatter or an all-to-all works on."""
+        match = re.search(r", dimensions=\{(\d+)\}", self.attributes)
+        return int(match[1]) if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Computations by name, the name of the one that runs first, and the number of devices that run it."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    n_devices: int
+
+    def groups(self, instruction: Instruction) -> Groups:
+        """The devices that a collective runs over; of a permute, its (source, target) pairs."""
+        text = instruction.attributes.partition("replica_groups=")[2] or instruction.attributes.partition("pairs=")[2]
+        if match := re.match(r"\[([\d,]+)\]<=(\[\S+?)(?:, |$)", text):
+            return _iota(match[2]).reshape(_ints(match[1])).tolist()
+        if match := re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", text):
+            sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+            ids = np.arange(self.n_devices)
+            if match[2]:
+                ids = _iota(match[2]) if match[2].startswith("[") else np.array(_ints(match[2]))
+            axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[3])
+            return mesh_groups(ids, sizes, [(a, int(pre or 1), int(size or sizes[a])) for a, pre, size in axes])
+        listed = re.findall(r"\{([\d,]+)\}", re.match(r"\{(?:\{[\d,]+\},?)*\}", text)[0])  # pyright: ignore[reportOptionalSubscript]
+        return [_ints(group) for group in listed] or [list(range(self.n_devices))]
+
+
+def parse(text: str) -> Program:
+    """Reads what `compiled.as_text()` returns."""
+    computations: dict[str, list[Instruction]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = match[2]
+            computations[current] = []
+            entry = current if match[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            name, types, opcode, operands, attributes = match.groups()
+            arrays = tuple(
+                (dtype_name(t), tuple(_ints(shape))) for t, shape in re.findall(r"([a-z]\w*)\[([\d,]*)\]", types)
+            )
+            computations[current].append(
+                Instruction(name, opcode, arrays, tuple(re.findall(r"%[\w.-]+", operands)), attributes)
+            )
+    devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    return Program(computations, entry, int(devices[1]) if devices else 1)
+
+
+def mesh_groups(ids: np.ndarray, sizes: dict[str, int], axes: Iterable[tuple[str, int, int]]) -> Groups:
+    """Groups of a collective over mesh axes, each given as (name, pre, size).
+
+    A whole axis is (name, 1, its size). XLA also splits an axis, into `pre` times `size` times what is left, and names
+    the middle part.
+    """
+    coords = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+    for name, pre, size in axes:
+        stride = sizes[name] // (pre * size)
+        coords[name] = coords[name] - coords[name] // stride % size * stride
+    first = np.ravel_multi_index(tuple(coords.values()), tuple(sizes.values())).ravel()
+    return [ids.ravel()[first == n].tolist() for n in np.unique(first)]
+
+
+def dtype_name(name: str) -> str:
+    """The numpy name of a dtype: MLIR writes `ui8` and `f8E4M3FN`, HLO `u8` and `f8e4m3fn`. Others stay."""
+    match = re.fullmatch(r"(bf|f|i|s|ui|u|c)(\d+)(\w*)", name.lower())
+    if name in _NAMED or not match:
+        return _NAMED.get(name, name)
+    letters, bits, suffix = match.groups()
+    return _LETTERS[letters] + bits + (f"_{suffix}" if suffix else "")
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _iota(text: str) -> np.ndarray:
+    """Ids counted up in one shape and read transposed: `[4,2]T(1,0)`."""
+    shape, _, order = text.partition("T")
+    dims = _ints(shape.strip("[]"))
+    ids = np.arange(np.prod(dims)).reshape(dims)
+    return ids.transpose(_ints(order.strip("()"))) if order else ids
+
+
+def stablehlo_trip_count(loop: Any) -> int | None:
+    """Trip count of a `while` that counts a carry up by a constant until it reaches another; None for any other."""
+    condition, body = (region.blocks[0] for region in loop.regions)
+    test = _producer(_returned(condition, 0), "stablehlo.compare")
+    if test is None or "LT" not in str(test.attributes["comparison_direction"]):
+        return None
+    counter, limit = map(_unwrapped, test.operands)
+    if not isinstance(counter, ir.BlockArgument) or counter.owner != condition:
+        return None
+    n = counter.arg_number
+    step = _producer(_returned(body, n), "stablehlo.add")
+    addends = [_unwrapped(value) for value in step.operands] if step else []
+    if body.arguments[n] not in addends:
+        return None
+    addends.remove(body.arguments[n])
+    start, stop, stride = map(_constant, (loop.operands[n], limit, addends[0]))
+    if start is None or stop is None or stride is None or stride <= 0:
+        return None
+    return max(0, -((start - stop) // stride))
+
+
+def _constant(value: Any) -> int | None:
+    """The integer that a value always is, also where loops carry it unchanged."""
+    value = _unwrapped(value)
+    if not isinstance(value.type.element_type, ir.IntegerType):
+        return None
+    if constant := _producer(value, "stablehlo.constant"):
+        return int(np.array(constant.attributes["value"]))
+    loop = value.owner.owner.operation if isinstance(value, ir.BlockArgument) else None
+    if loop is None or loop.name != "stablehlo.while":
+        return None
+    n, body = value.arg_number, loop.regions[1].blocks[0]
+    return _constant(loop.operands[n]) if _returned(body, n) == body.arguments[n] else None
+
+
+def _returned(block: Any, n: int) -> Any:
+    return _unwrapped(block.operations[len(block.operations) - 1].operands[n])
+
+
+def _unwrapped(value: Any) -> Any:
+    # In a shard_map that leaves axes automatic, jax constrains the placement of every value, loop counters as well.
+    while constraint := _producer(value, "sdy.sharding_constraint"):
+        value = constraint.operands[0]
+    return value
+
+
+def _producer(value: Any, name: str) -> Any:
+    """The operation that makes a value, if it has that name; a block's argument has none."""
+    if isinstance(value, ir.BlockArgument):
+        return None
+    operation = value.owner.operation
+    return operation if operation.name == name else None

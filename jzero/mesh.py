@@ -1,0 +1,56 @@
+"""Named device meshes."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+
+def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
+    """Arranges devices in a mesh with named axes, in the order given.
+
+    Every axis is of type `Auto`, which the rest of jzero needs: the data axes become manual inside
+    `value_and_grad` only, and any other axis is left to the partitioner.
+
+    Args:
+        devices: The devices to use; all of this run's devices if None.
+        **axes: Size of each axis by name. One of them may be -1: it takes the devices that are left over.
+
+    Returns:
+        A `jax.sharding.Mesh` over all the devices.
+
+    Raises:
+        ValueError: No axis, a size that is neither positive nor -1, more than one -1, or a product that is not
+            the number of devices.
+        TypeError: A size that is not an int.
+
+    Example:
+        >>> dict(make_mesh(replica=2, data=-1).shape)
+        {'replica': 2, 'data': 4}
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    given = ", ".join(f"{name}={size}" for name, size in axes.items())
+    if not axes:
+        raise ValueError("make_mesh needs at least one named axis, for example make_mesh(data=-1).")
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"make_mesh: axis {name!r} has size {size!r}; sizes are ints.")
+        if size < 1 and size != -1:
+            raise ValueError(f"make_mesh: axis {name!r} has size {size}; sizes are positive, or -1 for what is left.")
+    free = [name for name, size in axes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"make_mesh({given}): only one axis can take the devices left over, not {free}.")
+    known = math.prod(size for size in axes.values() if size != -1)
+    arithmetic = " x ".join(f"{name} {size}" for name, size in axes.items() if size != -1)
+    if free:
+        if len(devices) % known:
+            raise ValueError(
+                f"make_mesh({given}): {arithmetic} = {known} does not divide {len(devices)} devices, "
+                f"so nothing whole is left for {free[0]!r}."
+            )
+        axes = axes | {free[0]: len(devices) // known}
+    elif known != len(devices):
+        more = "" if known > len(devices) else f" Use -1 for one axis, or pass devices=jax.devices()[:{known}]."
+        raise ValueError(f"make_mesh({given}): {arithmetic} = {known}, but there are {len(devices)} devices.{more}")
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=(AxisType.Auto,) * len(axes))

@@ -1,0 +1,119 @@
+"""`train_step`: gradient, clip, update, as one compiled program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jzero.check import check_batch
+from jzero.grad import value_and_grad
+from jzero.layout import Layout
+from jzero.state import TrainState, apply_gradients, check_state, state_shardings
+
+
+class TrainStep:
+    """A compiled training step, made by `train_step`: call it as `step(state, batch)`.
+
+    Attributes:
+        jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics)` that it runs, donating `state`.
+        wait: Whether each call waits until its loss is there.
+    """
+
+    def __init__(self, jitted: Callable, check: Callable[[TrainState, Any], None], wait: bool):
+        self.jitted, self.check, self.wait = jitted, check, wait
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Runs one step and returns the new state and the metrics; `state` is donated and must not be used again."""
+        self.check(state, batch)
+        state, metrics = self.jitted(state, batch)
+        if self.wait:
+            jax.block_until_ready(metrics["loss"])
+        return state, metrics
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lowers the step for these arguments (arrays or ShapeDtypeStructs), to look at its program."""
+        self.check(state, batch)
+        return self.jitted.lower(state, batch)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    has_aux: bool = False,
+    wait: bool | None = None,
+) -> TrainStep:
+    """Makes the training step: `value_and_grad`, clipping, `apply_gradients`, jitted, donating the state.
+
+    Its collectives are those of `value_and_grad` and `apply_gradients`, and one scalar all-reduce for the norm.
+
+    Args:
+        loss_fn: As for `value_and_grad`.
+        tx: An optax optimizer.
+        layout: The placements; `state` must come from `init` with the same `tx` and layout.
+        microbatches: As for `value_and_grad`.
+        clip_norm: Multiplies the gradients by min(1, clip_norm / (norm + 1e-6)), as PyTorch and DeepSpeed do; `norm`
+            is the global L2 norm over all params, each counted once. None: no clipping.
+        has_aux: As for `value_and_grad`.
+        wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run ahead can
+            time out in a collective.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`, a `TrainStep`. `metrics` holds scalars, whole on every device: `loss`;
+        `grad_norm`, float32 or wider, before clipping; `clipped`, bool; `step`, the number of updates after this one;
+        with `has_aux` also `aux`.
+
+    Raises:
+        ValueError: A `clip_norm` that is not positive; from the step, before any work: whatever `value_and_grad` and
+            `apply_gradients` refuse, and a state that an earlier call has donated.
+
+    Example:
+        >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
+        >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+        >>> state = jzero.init(lambda: {"w": jnp.ones(8)}, tx := optax.sgd(0.01), layout)
+        >>> step = train_step(loss_fn, tx, layout, clip_norm=1.0)
+        >>> state, metrics = step(state, layout.put_batch(jnp.ones((16, 8))))
+        >>> float(metrics["loss"]), bool(metrics["clipped"]), int(state.step)
+        (64.0, True, 1)
+    """
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
+    gradient = value_and_grad(loss_fn, layout, microbatches=microbatches, has_aux=has_aux)
+    if wait is None:
+        wait = layout.mesh.devices.flat[0].platform == "cpu"
+
+    def update(state: TrainState, batch: Any):
+        value, grads = gradient(state.params, batch)
+        norm = global_norm(layout.logical(grads))
+        factor = jnp.ones_like(norm) if clip_norm is None else jnp.minimum(1, clip_norm / (norm + 1e-6))
+        if clip_norm is not None:
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        state = apply_gradients(state, grads, tx, layout)
+        loss, aux = value if has_aux else (value, None)
+        metrics = {"loss": loss, "grad_norm": norm, "clipped": factor < 1, "step": state.step}
+        return state, metrics | ({"aux": aux} if has_aux else {})
+
+    shardings = state_shardings(tx, layout)
+    jitted = jax.jit(
+        update,
+        donate_argnums=0,
+        in_shardings=(shardings, layout.sharding(layout.batch_spec)),
+        out_shardings=(shardings, layout.sharding(P())),
+    )
+
+    def check(state, batch):
+        check_state(state, tx, layout)
+        check_batch(batch, layout, microbatches=microbatches)
+
+    return TrainStep(jitted, check, wait)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """L2 norm over all leaves, in float32 or wider: low-precision squares would overflow or vanish."""
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
