@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def check_tree(
                 f"{what}{keystr(path)} is {getattr(x, 'dtype', type(x).__name__)}{tuple(np.shape(x))}, but the layout "
                 f"was made for {leaf.dtype}{leaf.shape}. Make the layout from these params, or init a fresh state."
             )
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             continue
         if x.is_deleted():
             raise ValueError(

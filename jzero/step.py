@@ -85,8 +85,7 @@ def train_step(
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
     gradient = value_and_grad(loss_fn, layout, microbatches=microbatches, has_aux=has_aux)
-    if wait is None:
-        wait = layout.mesh.devices.flat[0].platform == "cpu"
+    waits = layout.mesh.devices.flat[0].platform == "cpu" if wait is None else wait
 
     def update(state: TrainState, batch: Any):
         value, grads = gradient(state.params, batch)
@@ -111,7 +110,7 @@ def train_step(
         check_state(state, tx, layout)
         check_batch(batch, layout, microbatches=microbatches)
 
-    return TrainStep(jitted, check, wait)
+    return TrainStep(jitted, check, waits)
 
 
 def global_norm(grads: Any) -> jax.Array:
