@@ -2,12 +2,15 @@
 
 from jzero import audit, memory
 from jzero.explain import explain
-from jzero.grad import Weighted, value_and_grad
-from jzero.layout import Layout, zero
+from jzero.grad import value_and_grad
+from jzero.layout import Layout
+from jzero.loss import Weighted
 from jzero.mesh import make_mesh
+from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
 from jzero.state import TrainState, apply_gradients, init
 from jzero.step import train_step
+from jzero.zero import zero
 
 __all__ = [
     "STAGES",
@@ -17,10 +20,12 @@ __all__ = [
     "Weighted",
     "apply_gradients",
     "audit",
+    "combine",
     "explain",
     "init",
     "make_mesh",
     "memory",
+    "partition",
     "train_step",
     "value_and_grad",
     "zero",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+
+from jzero.padding import is_concrete
 
 if TYPE_CHECKING:
     from jzero.layout import Layout
@@ -16,8 +18,31 @@ if TYPE_CHECKING:
     from jzero.stage import Placement
 
 
+def check_structure(what: str, tree: Any, treedef: PyTreeDef) -> list[tuple[Any, Any]]:
+    """Returns the paths and leaves of `tree`; raises unless its structure is `treedef`, naming what differs."""
+    named, came = tree_flatten_with_path(tree)
+    if came == treedef:
+        return named
+    has = [keystr(path) for path, _ in named]
+    wants = [keystr(path) for path, _ in tree_flatten_with_path(treedef.unflatten(range(treedef.num_leaves)))[0]]
+    sides = (("missing", sorted(set(wants) - set(has))), ("not expected", sorted(set(has) - set(wants))))
+    parts = [f"{side} {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}" for side, paths in sides if paths]
+    detail = "; ".join(parts) or f"the same leaves in other containers: got {came}, wanted {treedef}"
+    raise ValueError(
+        f"{what} has another structure than the layout ({len(has)} leaves, wanted {len(wants)}): {detail}. "
+        f"Use the params and the tx that this layout and this state were made with."
+    )
+
+
 def check_tree(
-    what: str, tree: Any, layout: Layout, treedef: PyTreeDef, leaves: Sequence[Leaf], placement: Placement
+    what: str,
+    tree: Any,
+    layout: Layout,
+    treedef: PyTreeDef,
+    leaves: Sequence[Leaf],
+    placement: Placement,
+    *,
+    logical: bool = False,
 ) -> None:
     """Raises unless `tree` has the structure, shapes and dtypes of `leaves`, and lives where `placement` says.
 
@@ -31,48 +56,49 @@ def check_tree(
         treedef: The structure wanted.
         leaves: The leaves wanted, in tree order.
         placement: "replicated" or "sharded".
+        logical: Whether a padded leaf may come in its logical shape as well, then with any placement on the mesh.
     """
-    named, came = tree_flatten_with_path(tree)
-    if came != treedef:
-        _differ(what, named, came, treedef, leaves)
-    for (path, x), leaf in zip(named, leaves, strict=True):
-        if tuple(np.shape(x)) != leaf.shape or getattr(x, "dtype", None) != leaf.dtype:
+    for (path, x), leaf in zip(check_structure(what, tree, treedef), leaves, strict=True):
+        wanted = leaf.placed(placement)
+        shape = tuple(np.shape(x))
+        unpadded = logical and shape == leaf.shape != wanted.shape
+        if (shape != wanted.shape and not unpadded) or getattr(x, "dtype", None) != leaf.dtype:
+            padded = f" (padded from {leaf.shape})" if wanted.shape != leaf.shape else ""
             raise ValueError(
-                f"{what}{keystr(path)} is {getattr(x, 'dtype', type(x).__name__)}{tuple(np.shape(x))}, but the layout "
-                f"was made for {leaf.dtype}{leaf.shape}. Make the layout from these params, or init a fresh state."
+                f"{what}{keystr(path)} is {getattr(x, 'dtype', type(x).__name__)}{shape}, but the layout "
+                f"was made for {leaf.dtype}{wanted.shape}{padded}. Make the layout from these params, or init a fresh "
+                f"state."
             )
-        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        if not is_concrete(x):
             continue
         if x.is_deleted():
             raise ValueError(
                 f"{what}{keystr(path)} was deleted: this state was given to a step before, and the step donated its "
                 f"memory. Go on with the state that the step returned (state, metrics = step(state, batch))."
             )
-        wanted = layout.sharding(layout.spec(leaf, placement))
-        if x.committed and not x.sharding.is_equivalent_to(wanted, x.ndim):
-            foreign = x.sharding.device_set != wanted.device_set
+        sharding = layout.sharding(layout.spec(leaf, placement))
+        foreign = x.sharding.device_set != sharding.device_set
+        if x.committed and (foreign if unpadded else not x.sharding.is_equivalent_to(sharding, x.ndim)):
             raise ValueError(
                 f"{what}{keystr(path)} lives on "
                 f"{'other devices than the mesh of the layout' if foreign else 'the mesh'} with {x.sharding}; "
-                f"wanted {wanted.spec} on {dict(layout.mesh.shape)}. Move it with jax.device_put(tree, shardings), "
+                f"wanted {sharding.spec} on {dict(layout.mesh.shape)}. Move it with jax.device_put(tree, shardings), "
                 f"with the shardings that the layout gives (param_shardings, grad_shardings, opt_shardings(tx))."
             )
 
 
-def _differ(what, named, came, treedef, leaves):
-    """Names the first leaves that only one side has; the containers themselves where the leaves agree."""
-    has, wants = [keystr(path) for path, _ in named], [leaf.path for leaf in leaves]
-    extra, missing = [p for p in has if p not in wants], [p for p in wants if p not in has]
-    parts = [
-        f"{title} {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}"
-        for title, paths in (("missing", missing), ("not expected", extra))
-        if paths
-    ]
-    detail = "; ".join(parts) or f"same leaves in other containers: got {came}, wanted {treedef}"
-    raise ValueError(
-        f"{what} has another structure than the layout ({len(has)} leaves, wanted {len(wants)}): {detail}. "
-        f"Use the params and the tx that this layout and this state were made with."
-    )
+def warn_shared(what: str, tree: Any) -> None:
+    """Warns where one array stands at several paths: jzero, like JAX, takes it for as many params."""
+    first: dict[int, str] = {}
+    for path, x in tree_flatten_with_path(tree)[0]:
+        other = first.setdefault(id(x), keystr(path))
+        if other != keystr(path) and isinstance(x, jax.Array | np.ndarray):
+            warnings.warn(
+                f"{what}{keystr(path)} is the same array as {what}{other}: they are trained as two params and will "
+                f"drift apart. To tie them, keep one leaf and use it twice in the loss.",
+                stacklevel=3,
+            )
+            return
 
 
 def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes: int = 1) -> None:

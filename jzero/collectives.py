@@ -1,45 +1,46 @@
 """The collectives that ZeRO promises, leaf by leaf. All but `gather_params` run inside `value_and_grad`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jzero.layout import Layout
+from jzero.padding import pad, unpad
 from jzero.rules import Leaf
 
 
-def _wide(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
+def wide(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
     """The axes with more than one device: a collective over the others would only cost a launch."""
     return tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
 
 
 def all_reduce(layout: Layout, x: jax.Array) -> jax.Array:
     """Sums over all batch axes: one all-reduce of the whole array."""
-    axes = _wide(layout, layout.batch_axes)
+    axes = wide(layout, layout.batch_axes)
     return lax.psum(x, axes) if axes else x
 
 
 def gather(layout: Layout, leaf: Leaf, shard: jax.Array) -> jax.Array:
-    """Makes a leaf whole from its shards: one all-gather over the data axes, of the whole leaf's bytes."""
-    axes = _wide(layout, layout.data_axes)
+    """Makes a leaf whole, in its logical shape: one all-gather over the data axes, of the stored bytes."""
+    axes = wide(layout, layout.data_axes)
     if leaf.dim is None or not axes:
         return shard
-    return lax.all_gather(shard, axes, axis=leaf.dim, tiled=True)
+    return unpad(lax.all_gather(shard, axes, axis=leaf.dim, tiled=True), leaf.shape)
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
     """Sums a whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps.
 
-    Sharded: one reduce-scatter of the whole leaf over the data axes, then an all-reduce of the shard over the replica
+    Sharded: one reduce-scatter of the stored bytes over the data axes, then an all-reduce of the shard over the replica
     axes. Whole (at stage 0, or a leaf that is not cut): one all-reduce over all batch axes.
     """
     if leaf.dim is None or layout.stage.grads == "replicated":
         return all_reduce(layout, grad)
-    if axes := _wide(layout, layout.data_axes):
-        grad = lax.psum_scatter(grad, axes, scatter_dimension=leaf.dim, tiled=True)
-    if axes := _wide(layout, layout.replica_axes):
+    if axes := wide(layout, layout.data_axes):
+        grad = lax.psum_scatter(pad(grad, leaf.stored), axes, scatter_dimension=leaf.dim, tiled=True)
+    if axes := wide(layout, layout.replica_axes):
         grad = lax.psum(grad, axes)
     return grad
 
@@ -59,20 +60,20 @@ def reduce_in_backward(reduce: Callable[[jax.Array], jax.Array]) -> Callable[[ja
     return use
 
 
-def gather_params(layout: Layout, shards: list[jax.Array]) -> list[jax.Array]:
-    """Makes updated params whole again, in the global view: one all-gather a leaf over the data axes.
+def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Makes updated trainable params whole again, in the global view: one all-gather a leaf over the data axes.
 
     The gather is explicit because the partitioner may otherwise choose to gather something else, in another dtype.
     """
-    axes = _wide(layout, layout.data_axes)
-    cut = [index for index, leaf in enumerate(layout.leaves) if leaf.dim is not None]
-    if not axes or not cut:
-        return shards
+    cut = [index for index, leaf in enumerate(layout.trainable) if leaf.dim is not None]
+    if not cut or not wide(layout, layout.data_axes):
+        return list(shards)
+    leaves = [layout.trainable[index] for index in cut]
 
     def local(parts):
-        return [gather(layout, layout.leaves[index], part) for index, part in zip(cut, parts, strict=True)]
+        return [gather(layout, leaf, part) for leaf, part in zip(leaves, parts, strict=True)]
 
-    specs = [layout.spec(layout.leaves[index], "sharded") for index in cut]
+    specs = [layout.spec(leaf, "sharded") for leaf in leaves]
     whole = jax.shard_map(
         local, mesh=layout.mesh, in_specs=(specs,), out_specs=P(), axis_names=set(layout.batch_axes), check_vma=False
     )([shards[index] for index in cut])

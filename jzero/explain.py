@@ -2,8 +2,9 @@
 
 import io
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
-import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 from rich import box
 from rich.console import Console
@@ -15,27 +16,27 @@ from jzero.memory import leaf_bytes
 
 @dataclass(frozen=True)
 class Row:
-    """Placement of one of the params.
+    """Placement of one leaf.
 
     Attributes:
-        path: Where it is in the tree.
+        path: Where it is in the tree of params, as in "blocks/0/kernel".
         shape: Its shape, as the loss sees it.
         stored_shape: Its shape as it is stored.
         dtype: Its dtype.
-        params: PartitionSpec of the param.
-        grads: PartitionSpec of its gradient.
-        opt_state: PartitionSpec of a leaf of optimizer state with its shape.
-        bytes_per_device: Bytes of the param on one device.
-        reason: Why it is not placed as the stage asks; empty if it is.
+        params: PartitionSpec of the param; None for a leaf of optimizer state.
+        grads: PartitionSpec of its gradient; None if it has none.
+        opt_state: PartitionSpec of a leaf of optimizer state with its shape; None if it has none.
+        bytes_per_device: Bytes of the leaf on one device.
+        reason: Why it is not placed as the stage asks, or padded; empty if it is placed and shaped as asked.
     """
 
     path: str
     shape: tuple[int, ...]
     stored_shape: tuple[int, ...]
-    dtype: np.dtype
-    params: PartitionSpec
-    grads: PartitionSpec
-    opt_state: PartitionSpec
+    dtype: Any
+    params: PartitionSpec | None
+    grads: PartitionSpec | None
+    opt_state: PartitionSpec | None
     bytes_per_device: int
     reason: str
 
@@ -64,14 +65,17 @@ class Explanation(tuple[Row, ...]):
 def _text(value) -> str:
     if isinstance(value, PartitionSpec):
         return f"P({', '.join(map(repr, value))})"
+    if value is None:
+        return "-"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("[", r"\[")
 
 
-def explain(layout: Layout) -> Explanation:
+def explain(layout: Layout, *, tx: optax.GradientTransformation | None = None) -> Explanation:
     """Says for each of the params where it, its gradient and its optimizer state live, and why not as asked.
 
     Args:
         layout: The layout from `zero`.
+        tx: With an optimizer, rows for each leaf of its state follow, with paths that begin with "opt_state/".
 
     Returns:
         `Row`s in tree order; `print` shows them as a table.
@@ -81,26 +85,32 @@ def explain(layout: Layout) -> Explanation:
         >>> print(explain(jzero.zero(params, stage=3, mesh=jzero.make_mesh(data=-1)))[0].reason)
         whole on every device: 3 elements are fewer than min_shard_size=4096
     """
-    stage, wide = layout.stage, [axis for axis, size in layout.mesh.shape.items() if size > 1]
-    idle = [axis for axis in wide if axis not in layout.batch_axes]
+    stage, sizes = layout.stage, layout.mesh.shape
+    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in layout.batch_axes]
 
     def reasons(leaf):
         if leaf.reason and stage.opt_state == "sharded":
-            yield f"whole on every device: {leaf.reason}"
+            yield leaf.reason
+        if not leaf.trainable:
+            yield "not trained: no gradient and no optimizer state"
         if idle:
             yield f"repeated along mesh axis {', '.join(map(repr, idle))}: not among data_axes or replica_axes"
 
-    return Explanation(
-        Row(
-            path=leaf.path,
+    def row(leaf, placement, path, params, grads, opt_state):
+        return Row(
+            path=path,
             shape=leaf.shape,
-            stored_shape=leaf.shape,
+            stored_shape=leaf.placed(placement).shape,
             dtype=leaf.dtype,
-            params=layout.spec(leaf, stage.params),
-            grads=layout.spec(leaf, stage.grads),
-            opt_state=layout.spec(leaf, stage.opt_state),
-            bytes_per_device=leaf_bytes(leaf, stage.params, layout.shards),
+            params=layout.spec(leaf, stage.params) if params else None,
+            grads=layout.spec(leaf, stage.grads) if grads else None,
+            opt_state=layout.spec(leaf, stage.opt_state) if opt_state else None,
+            bytes_per_device=leaf_bytes(leaf, placement, layout.shards),
             reason="; ".join(reasons(leaf)),
         )
-        for leaf in layout.leaves
-    )
+
+    rows = [row(leaf, stage.params, leaf.path, True, leaf.trainable, leaf.trainable) for leaf in layout.leaves]
+    if tx is not None:
+        _, leaves = layout.opt_leaves(tx)
+        rows += [row(leaf, stage.opt_state, f"opt_state/{leaf.path}", False, False, True) for leaf in leaves]
+    return Explanation(rows)

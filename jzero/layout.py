@@ -1,22 +1,22 @@
-"""From a stage to placements: where params, gradients, optimizer state and batches live."""
+"""Where params, gradients, optimizer state and batches live."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
-from jzero.check import check_batch
-from jzero.rules import MIN_SHARD_SIZE, Leaf, place
-from jzero.stage import Placement, Stage, as_stage
+from jzero.check import check_batch, check_structure
+from jzero.padding import is_concrete, pad, unpad
+from jzero.rules import Leaf, place
+from jzero.stage import Placement, Stage
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,23 @@ class Layout:
         """A PartitionSpec on this layout's mesh."""
         return NamedSharding(self.mesh, spec)
 
-    def _specs(self, placement: Placement) -> Any:
-        return self.treedef.unflatten([self.spec(leaf, placement) for leaf in self.leaves])
-
     def _shardings(self, specs: Any) -> Any:
         return jax.tree.map(self.sharding, specs, is_leaf=lambda x: isinstance(x, P))
 
     @property
     def param_specs(self) -> Any:
         """PartitionSpecs of the params between steps, in the params' structure."""
-        return self._specs(self.stage.params)
+        return self.treedef.unflatten([self.spec(leaf, self.stage.params) for leaf in self.leaves])
 
     @property
     def grad_specs(self) -> Any:
-        """PartitionSpecs of the reduced gradients, in the params' structure."""
-        return self._specs(self.stage.grads)
+        """PartitionSpecs of the reduced gradients, in the params' structure, None where a leaf is not trained."""
+        return self.treedef.unflatten(
+            [self.spec(leaf, self.stage.grads) if leaf.trainable else None for leaf in self.leaves]
+        )
 
     def opt_specs(self, tx: optax.GradientTransformation) -> Any:
-        """PartitionSpecs of the optimizer state, in the structure of `tx.init(params)`."""
+        """PartitionSpecs of the optimizer state, in the structure of `tx.init(trainable params)`."""
         treedef, leaves = self.opt_leaves(tx)
         return treedef.unflatten([self.spec(leaf, self.stage.opt_state) for leaf in leaves])
 
@@ -103,38 +102,47 @@ class Layout:
 
     @property
     def grad_shardings(self) -> Any:
-        """NamedShardings of the reduced gradients, in the params' structure."""
+        """NamedShardings of the reduced gradients, in the params' structure, None where a leaf is not trained."""
         return self._shardings(self.grad_specs)
 
     def opt_shardings(self, tx: optax.GradientTransformation) -> Any:
-        """NamedShardings of the optimizer state, in the structure of `tx.init(params)`."""
+        """NamedShardings of the optimizer state, in the structure of `tx.init(trainable params)`."""
         return self._shardings(self.opt_specs(tx))
+
+    @property
+    def trainable(self) -> tuple[Leaf, ...]:
+        """The leaves that get a gradient, in tree order."""
+        return tuple(leaf for leaf in self.leaves if leaf.trainable)
+
+    @functools.cached_property
+    def trainable_treedef(self) -> PyTreeDef:
+        """Structure of the trainable params, and so of the gradients: that of the params, None where not trained."""
+        return jax.tree.structure(self.treedef.unflatten([leaf if leaf.trainable else None for leaf in self.leaves]))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
     def opt_leaves(self, tx: optax.GradientTransformation) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
-        """Structure and leaves of the state of `tx`, by shapes alone.
+        """Structure and leaves of the state of `tx`, from shapes alone.
 
-        A state leaf whose path ends in a param's path, with that param's shape, is cut as the param is. Others (the row
-        and column means of Adafactor, say) follow the same size rule on their own shape. Placement never changes
-        what is computed, since the optimizer runs in the global view. Paths are used rather than
-        `optax.tree_map_params`, which needs every `tx.init` to run on placeholders that are no arrays.
+        A state leaf whose path ends in a param's path, with that param's shape, is cut and padded as the param is.
+        Others (the row and column means of Adafactor, say) follow the same rule of size on their own shape, and stay
+        whole where no dim divides. Placement never changes what is computed, since the optimizer runs in the global
+        view. Paths are used rather than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no
+        arrays, and so fails for an optimizer that looks at its params.
         """
-        named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, self.abstract_params))
-        params = {leaf.path: leaf for leaf in self.leaves}
+        abstract = self.trainable_treedef.unflatten([leaf.placed("replicated") for leaf in self.trainable])
+        keys = [keystr(path) for path, _ in tree_flatten_with_path(abstract)[0]]
+        params = dict(zip(keys, self.trainable, strict=True))
+        named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
 
         def find(path, abstract):
+            name = keystr(path, simple=True, separator="/")
             for start in range(len(path) + 1):
                 param = params.get(keystr(path[start:]))
                 if param is not None and param.shape == abstract.shape:
-                    return Leaf(keystr(path), param.shape, jnp.dtype(abstract.dtype), param.dim, param.reason)
-            return place(keystr(path), abstract, self.shards, self.min_shard_size)
+                    return Leaf(name, param.shape, abstract.dtype, param.dim, param.stored, True, param.reason)
+            return place(name, abstract, self.shards, self.min_shard_size, padded=False)
 
         return treedef, tuple(find(path, abstract) for path, abstract in named)
-
-    @property
-    def abstract_params(self) -> Any:
-        """The params' logical shapes and dtypes, in their structure."""
-        return self.treedef.unflatten([leaf.abstract for leaf in self.leaves])
 
     def put_batch(self, batch: Any) -> Any:
         """Places a batch on the mesh, each leaf cut along its first dim over `batch_axes`.
@@ -152,8 +160,7 @@ class Layout:
             ValueError: A leaf is a scalar, or its first dim does not divide.
 
         Example:
-            >>> layout = zero({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, stage=3, mesh=jax.make_mesh(
-            ...     (8,), ("data",), axis_types=(AxisType.Auto,)))
+            >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
             >>> layout.put_batch(np.zeros((16, 3))).sharding.spec
             P('data',)
         """
@@ -168,95 +175,90 @@ class Layout:
 
         return jax.tree.map(put, batch)
 
-    def logical(self, tree: Any) -> Any:
-        """The tree with logical shapes: what the loss and the optimizer see. The identity: nothing is padded yet."""
-        return tree
+    def _leaves_of(self, tree: Any, tx: optax.GradientTransformation | None) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
+        """The leaves that `tree` should have: those of the state of `tx`, or of all params, or of the trainable ones."""
+        if tx is not None:
+            return self.opt_leaves(tx)
+        if jax.tree.structure(tree) == self.trainable_treedef:
+            return self.trainable_treedef, self.trainable
+        return self.treedef, self.leaves
 
-    def stored(self, tree: Any) -> Any:
-        """The tree with stored shapes, the inverse of `logical`. The identity: nothing is padded yet."""
-        return tree
+    def _map(self, what: str, tree: Any, tx: Any, f: Callable[[str, Any, Leaf], Any]) -> Any:
+        treedef, leaves = self._leaves_of(tree, tx)
+        named = check_structure(what, tree, treedef)
+        return treedef.unflatten([f(keystr(path), x, leaf) for (path, x), leaf in zip(named, leaves, strict=True)])
+
+    def logical(self, tree: Any, *, tx: optax.GradientTransformation | None = None, replicate: bool = False) -> Any:
+        """The tree with logical shapes: what the loss and the optimizer see.
+
+        Inside of `jax.jit` the padding is sliced off, which costs neither a collective nor memory. Outside, JAX has no
+        arrays with uneven shards, so a padded leaf cannot keep its placement.
+
+        Args:
+            tree: Params, trainable params, gradients, or, with `tx`, an optimizer state.
+            tx: The optimizer whose state `tree` is.
+            replicate: Outside of jit, make padded leaves whole on every device; each costs an all-gather.
+
+        Returns:
+            The same tree; leaves that are not padded come back as they are.
+
+        Raises:
+            ValueError: A padded leaf outside of jit without `replicate=True`; another structure or shape.
+
+        Example:
+            >>> layout = jzero.zero({"w": jnp.ones(9)}, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
+            >>> stored = layout.stored({"w": jnp.ones(9)})
+            >>> stored["w"].shape, layout.logical(stored, replicate=True)["w"].shape
+            ((16,), (9,))
+        """
+
+        def unpadded(path, x, leaf):
+            shape = _shape_of("logical", path, x, leaf)
+            if shape == leaf.shape or not is_concrete(x):
+                return unpad(x, leaf.shape)
+            if not replicate:
+                raise ValueError(
+                    f"logical: {path} is stored padded to {leaf.stored}; its logical shape {leaf.shape} does not divide "
+                    f"over {self.shards} devices, and JAX has no uneven shardings outside of jit. Call logical inside "
+                    f"of jax.jit, or pass replicate=True for a whole copy on every device."
+                )
+            return jax.jit(unpad, static_argnums=1, out_shardings=self.sharding(P()))(x, leaf.shape)
+
+        return self._map("tree", tree, tx, unpadded)
+
+    def stored(self, tree: Any, *, tx: optax.GradientTransformation | None = None) -> Any:
+        """The tree with the shapes that a `TrainState` of this layout holds, the inverse of `logical`.
+
+        Args:
+            tree: Params or trainable params, or, with `tx`, an optimizer state; logical shapes.
+            tx: The optimizer whose state `tree` is.
+
+        Returns:
+            The same tree, leaves padded with zeros where the layout stores them padded. Outside of jit these
+            are also placed.
+
+        Raises:
+            ValueError: Another structure or shape.
+        """
+        placement = self.stage.params if tx is None else self.stage.opt_state
+
+        def padded(path, x, leaf):
+            _shape_of("stored", path, x, leaf)
+            wanted = leaf.placed(placement).shape
+            if tuple(x.shape) == wanted or not is_concrete(x):
+                return pad(x, wanted)
+            return jax.jit(pad, static_argnums=1, out_shardings=self.sharding(self.spec(leaf, placement)))(x, wanted)
+
+        return self._map("tree", tree, tx, padded)
 
 
-def zero(
-    params: Any,
-    *,
-    stage: int | Stage,
-    mesh: Mesh,
-    data_axes: Sequence[str] = ("data",),
-    replica_axes: Sequence[str] = (),
-    min_shard_size: int = MIN_SHARD_SIZE,
-) -> Layout:
-    """Decides where params, gradients and optimizer state live, at a ZeRO stage on a mesh.
-
-    A leaf is cut along its largest dim that divides by the number of shards, along the first only where no other
-    does. Leaves that are small or that do not divide stay whole on every device; `explain` says which and why.
-    Nothing is computed or moved.
-
-    Args:
-        params: A tree of floating arrays or `jax.ShapeDtypeStruct`s (as from `jax.eval_shape`).
-        stage: 0, 1, 2, 3 or a `Stage` of your own.
-        mesh: A mesh whose axes are of type `Auto`, as `make_mesh` makes it.
-        data_axes: Axes over which leaves are cut.
-        replica_axes: Axes over which the cut leaves are repeated: hybrid sharding (HSDP; MiCS, arXiv:2205.00119).
-        min_shard_size: Leaves with fewer elements than this stay whole.
-
-    Returns:
-        The `Layout`.
-
-    Raises:
-        ValueError: An unknown stage; an axis that the mesh lacks or that is named twice; a mesh axis that is not
-            `Auto`; a negative `min_shard_size`; no array leaf.
-        TypeError: A leaf that is no array, or whose dtype cannot be trained.
-
-    Example:
-        >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        >>> layout = zero({"w": jax.ShapeDtypeStruct((512, 64), "float32")}, stage=3, mesh=mesh)
-        >>> layout.param_specs
-        {'w': P(None, 'data')}
-    """
-    stage = as_stage(stage)
-    data_axes = _axes("data_axes", data_axes, mesh)
-    replica_axes = _axes("replica_axes", replica_axes, mesh)
-    if not data_axes:
-        raise ValueError("zero: data_axes is empty; name at least one mesh axis to cut the params over.")
-    if both := set(data_axes) & set(replica_axes):
-        raise ValueError(f"zero: mesh axis {sorted(both)} is named in data_axes and in replica_axes; choose one.")
-    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if kind != AxisType.Auto:
-            raise ValueError(
-                f"zero: mesh axis {name!r} has type {kind}; jzero needs Auto. Make the mesh with jzero.make_mesh, or "
-                f"pass axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to jax.make_mesh."
-            )
-    if min_shard_size < 0:
-        raise ValueError(f"zero: min_shard_size={min_shard_size}; it counts elements, so 0 or more.")
-    named, treedef = tree_flatten_with_path(params)
-    if not named:
-        raise ValueError(f"zero: params has no array leaf (got {type(params).__name__}: {treedef}).")
-    for path, leaf in named:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"zero: params{keystr(path)} is a {type(leaf).__name__}, not an array. Pass arrays or "
-                f"ShapeDtypeStructs; register your own containers with jax.tree_util.register_dataclass."
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"zero: params{keystr(path)} has dtype {leaf.dtype}; only floating leaves can be trained. "
-                f"Keep it out of params: close over it in loss_fn, or pass it with the batch."
-            )
-    shards = math.prod(mesh.shape[axis] for axis in data_axes)
-    leaves = tuple(place(keystr(path), leaf, shards, min_shard_size) for path, leaf in named)
-    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves)
+def _shape_of(method: str, path: str, x: Any, leaf: Leaf) -> tuple[int, ...]:
+    shape = tuple(np.shape(x))
+    if shape not in (leaf.shape, leaf.stored):
+        padded = f", or stored {leaf.stored}" if leaf.stored != leaf.shape else ""
+        raise ValueError(f"{method}: {path} has shape {shape}; wanted {leaf.shape}{padded}.")
+    return shape
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
-
-
-def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            raise ValueError(f"zero: {option} names {axis!r}, but the mesh has axes {mesh.axis_names}.")
-        if axes.count(axis) > 1:
-            raise ValueError(f"zero: {option}={axes} names {axis!r} twice.")
-    return axes

@@ -32,9 +32,8 @@ class StoredBytes:
 
 
 def leaf_bytes(leaf: Leaf, placement: Placement, shards: int) -> int:
-    """Bytes of a leaf on one device."""
-    shape = leaf.shard_shape(shards) if placement == "sharded" else leaf.shape
-    return math.prod(shape) * leaf.dtype.itemsize
+    """Bytes of a leaf on one device, padding included."""
+    return math.prod(leaf.local(placement, shards)) * leaf.dtype.itemsize
 
 
 def stored_bytes(layout: Layout, tx: optax.GradientTransformation) -> StoredBytes:

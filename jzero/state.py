@@ -11,9 +11,11 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jzero.check import check_tree
+from jzero.check import check_tree, warn_shared
 from jzero.collectives import gather_params
 from jzero.layout import Layout
+from jzero.padding import pad, unpad
+from jzero.partition import combine, partition
 
 
 @jax.tree_util.register_dataclass
@@ -22,19 +24,24 @@ class TrainState:
     """What a training run holds between steps.
 
     Attributes:
-        params: The params, placed as `layout.param_specs`.
-        opt_state: The state of `tx`, placed as `layout.opt_specs(tx)`.
+        params: All params, trained or not, placed as `layout.param_specs`, padded where the layout says so.
+        opt_state: The state of `tx` for the trainable params, placed as `layout.opt_specs(tx)`.
         step: int32 scalar; the number of updates made.
+        key: The training key, which `train_step` folds by step; None if there is none.
+        model_state: What the loss changes without a gradient, whole on every device; None if there is none.
     """
 
     params: Any
     opt_state: Any
     step: Any
+    key: Any = None
+    model_state: Any = None
 
 
 def state_shardings(tx: optax.GradientTransformation, layout: Layout) -> TrainState:
-    """NamedShardings of a whole `TrainState`, in its structure."""
-    return TrainState(layout.param_shardings, layout.opt_shardings(tx), layout.sharding(P()))
+    """NamedShardings of a whole `TrainState`, in its structure; one stands for all of key and model state."""
+    whole = layout.sharding(P())
+    return TrainState(layout.param_shardings, layout.opt_shardings(tx), whole, whole, whole)
 
 
 def check_state(state: TrainState, tx: optax.GradientTransformation, layout: Layout) -> None:
@@ -45,7 +52,14 @@ def check_state(state: TrainState, tx: optax.GradientTransformation, layout: Lay
     check_tree("state.opt_state", state.opt_state, layout, *layout.opt_leaves(tx), layout.stage.opt_state)
 
 
-def init(init_params: Callable[..., Any], tx: optax.GradientTransformation, layout: Layout, *args: Any) -> TrainState:
+def init(
+    init_params: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    *args: Any,
+    key: Any = None,
+    model_state: Any = None,
+) -> TrainState:
     """Makes the first `TrainState`, born sharded: no device ever holds more of it than it keeps.
 
     `init_params(*args)` and `tx.init` are compiled as one program whose outputs have the layout's placements; each
@@ -55,9 +69,11 @@ def init(init_params: Callable[..., Any], tx: optax.GradientTransformation, layo
     Args:
         init_params: Makes the params from `args`; it is traced. To start from params that exist, pass them as an
             argument: `init(lambda p: p, tx, layout, params)`; they are copied, and yours stay valid.
-        tx: An optax optimizer.
+        tx: An optax optimizer. It sees the trainable params only, in their logical shapes.
         layout: The placements, from `zero` on params of the same shapes.
         *args: Arguments of `init_params`, usually a random key.
+        key: A random key for training, kept in the state, for losses that take `key=`.
+        model_state: Initial model state (batch statistics, counters), for losses that take `model_state=`. It is copied.
 
     Returns:
         A `TrainState` with step 0, placed as `state_shardings(tx, layout)`.
@@ -73,55 +89,75 @@ def init(init_params: Callable[..., Any], tx: optax.GradientTransformation, layo
         >>> state.params["w"].sharding.spec, state.params["w"].addressable_shards[0].data.shape
         (P(None, 'data'), (64, 1))
     """
-    return compile_init(init_params, tx, layout)(*args)
+    return compile_init(init_params, tx, layout)(args, key, jax.tree.map(jnp.asarray, model_state))
 
 
-def compile_init(init_params, tx, layout):
-    """The jitted function behind `init`, for those who want to look at its program."""
+def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformation, layout: Layout) -> Any:
+    """The jitted function behind `init`, of `(args, key, model_state)`, for those who want to look at its program."""
 
-    def born(*args):
+    def born(args, key, model_state):
         params = init_params(*args)
-        check_tree("init_params(...)", params, layout, layout.treedef, layout.leaves, layout.stage.params)
-        return TrainState(layout.stored(params), tx.init(params), jnp.zeros((), jnp.int32))
+        check_tree("init_params(...)", params, layout, layout.treedef, layout.leaves, "replicated")
+        warn_shared("init_params(...)", params)
+        opt_state = tx.init(partition(params, layout)[0])
+        return TrainState(
+            layout.stored(params), layout.stored(opt_state, tx=tx), jnp.zeros((), jnp.int32), key, model_state
+        )
 
     return jax.jit(born, out_shardings=state_shardings(tx, layout))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _update(state, grads, tx, layout):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _update(state, grads, tx, layout, functions, values):
     def place(tree, specs):
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, layout.sharding(spec)), tree, specs)
 
-    # Gradients and params go to where the optimizer state lives before the update, so that each device updates its own
-    # part; from whole params and whole gradients this is a local slice.
-    side = layout.treedef.unflatten([layout.spec(leaf, layout.stage.opt_state) for leaf in layout.leaves])
-    params = layout.logical(place(state.params, side))
-    grads = layout.logical(place(grads, side))
-    updates, opt_state = tx.update(grads, state.opt_state, params)
-    params = place(layout.stored(optax.apply_updates(params, updates)), side)
-    if layout.stage.params == "replicated" and layout.stage.opt_state == "sharded":
-        params = layout.treedef.unflatten(gather_params(layout, jax.tree.leaves(params)))
-    params = place(params, layout.param_specs)
-    opt_state = place(opt_state, layout.opt_specs(tx))
+    leaves, side = layout.trainable, layout.stage.opt_state
+    specs = [layout.spec(leaf, side) for leaf in leaves]
+
+    def to_optimizer(tree):
+        # Gradients and params go to where the optimizer state lives before the update, so that each device updates its
+        # own part; from whole params and whole gradients this is a local slice. Only stored shapes can be placed.
+        shards = place(
+            [pad(x, leaf.placed(side).shape) for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True)], specs
+        )
+        return layout.trainable_treedef.unflatten(
+            [unpad(x, leaf.shape) for x, leaf in zip(shards, leaves, strict=True)]
+        )
+
+    trained, rest = partition(state.params, layout)
+    trained = to_optimizer(trained)
+    updates, opt_state = optax.with_extra_args_support(tx).update(
+        to_optimizer(grads), layout.logical(state.opt_state, tx=tx), trained, **dict(functions), **values
+    )
+    trained = jax.tree.leaves(optax.apply_updates(trained, updates))
+    trained = place([pad(x, leaf.placed(side).shape) for x, leaf in zip(trained, leaves, strict=True)], specs)
+    if layout.stage.params == "replicated" and side == "sharded":
+        trained = gather_params(layout, trained)
+    params = place(combine(layout.trainable_treedef.unflatten(trained), rest), layout.param_specs)
+    opt_state = place(layout.stored(opt_state, tx=tx), layout.opt_specs(tx))
     return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
 
 
-def apply_gradients(state: TrainState, grads: Any, tx: optax.GradientTransformation, layout: Layout) -> TrainState:
+def apply_gradients(
+    state: TrainState, grads: Any, tx: optax.GradientTransformation, layout: Layout, **extra: Any
+) -> TrainState:
     """One optimizer update, in the global view, so that norms and means inside of `tx` are those of the whole leaves.
 
-    Runs outside of any shard_map: `tx` sees global arrays, and each device updates the part whose optimizer state it
-    holds. At stages 1 and 2 the new params are then gathered explicitly: all-gather, M elements for M params that
-    are cut. Reductions inside of `tx` (a norm, Adafactor's means) are added by the partitioner. Works inside and
-    outside of `jax.jit`; nothing is donated.
+    Runs outside of any shard_map: `tx` sees global arrays with logical shapes, and each device updates the part whose
+    optimizer state it holds. At stages 1 and 2 the new params are then gathered explicitly: all-gather, M elements
+    for M params that are cut. Reductions inside of `tx` (a norm, Adafactor's means) are added by the partitioner. Works
+    inside and outside of `jax.jit`; nothing is donated.
 
     Args:
         state: The state before, placed as by `init`.
-        grads: From `value_and_grad`, placed as `layout.grad_specs`.
+        grads: From `value_and_grad`, placed as `layout.grad_specs`; padded leaves may come in logical shapes too.
         tx: The optax optimizer that `state` was made with.
         layout: The layout that `state` was made with.
+        **extra: What `tx.update` needs beside gradients: `value=`, `grad=`, `value_fn=`.
 
     Returns:
-        The next state, with the same placements and `step` one higher.
+        The next state, with the same placements and `step` one higher. Leaves that are not trained are kept.
 
     Raises:
         ValueError: `state` or `grads` have another structure, shape or placement than the layout's.
@@ -133,5 +169,8 @@ def apply_gradients(state: TrainState, grads: Any, tx: optax.GradientTransformat
         Array(0.5, dtype=float32)
     """
     check_state(state, tx, layout)
-    check_tree("grads", grads, layout, layout.treedef, layout.leaves, layout.stage.grads)
-    return _update(state, grads, tx, layout)
+    leaves, side = layout.trainable, layout.stage.grads
+    check_tree("grads", grads, layout, layout.trainable_treedef, leaves, side, logical=True)
+    functions = tuple((name, x) for name, x in extra.items() if callable(x))
+    values = {name: x for name, x in extra.items() if not callable(x)}
+    return _update(state, grads, tx, layout, functions, values)

@@ -1,6 +1,7 @@
 """`train_step`: gradient, clip, update, as one compiled program."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jzero.check import check_batch
-from jzero.grad import value_and_grad
+from jzero.grad import gradient_program
 from jzero.layout import Layout
+from jzero.model_state import warn_differing
 from jzero.state import TrainState, apply_gradients, check_state, state_shardings
 
 
@@ -18,20 +20,31 @@ class TrainStep:
     """A compiled training step, made by `train_step`: call it as `step(state, batch)`.
 
     Attributes:
-        jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics)` that it runs, donating `state`.
+        jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics, differ)` that it runs, donating `state`;
+            `differ` says which leaves of the model state were not the same on all batch shards.
         wait: Whether each call waits until its loss is there.
     """
 
     def __init__(self, jitted: Callable, check: Callable[[TrainState, Any], None], wait: bool):
         self.jitted, self.check, self.wait = jitted, check, wait
+        self._pending = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step and returns the new state and the metrics; `state` is donated and must not be used again."""
         self.check(state, batch)
-        state, metrics = self.jitted(state, batch)
+        self._report()
+        state, metrics, differ = self.jitted(state, batch)
+        self._pending = (state.model_state, differ) if differ.size else None
         if self.wait:
             jax.block_until_ready(metrics["loss"])
+            self._report()
         return state, metrics
+
+    def _report(self):
+        """Warns of what the last step found in its model state; one step late where steps are not waited for."""
+        if self._pending is not None:
+            warn_differing(*self._pending)
+            self._pending = None
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments (arrays or ShapeDtypeStructs), to look at its program."""
@@ -47,6 +60,8 @@ def train_step(
     microbatches: int = 1,
     clip_norm: float | None = None,
     has_aux: bool = False,
+    with_key: bool = False,
+    with_model_state: bool = False,
     wait: bool | None = None,
 ) -> TrainStep:
     """Makes the training step: `value_and_grad`, clipping, `apply_gradients`, jitted, donating the state.
@@ -61,6 +76,8 @@ def train_step(
         clip_norm: Multiplies the gradients by min(1, clip_norm / (norm + 1e-6)), as PyTorch and DeepSpeed do; `norm`
             is the global L2 norm over all params, each counted once. None: no clipping.
         has_aux: As for `value_and_grad`.
+        with_key: As for `value_and_grad`; the key is `fold_in(state.key, state.step)`, from `init(..., key=)`.
+        with_model_state: As for `value_and_grad`; the model state is `state.model_state`, from `init(..., model_state=)`.
         wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run ahead can
             time out in a collective.
 
@@ -84,26 +101,35 @@ def train_step(
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
-    gradient = value_and_grad(loss_fn, layout, microbatches=microbatches, has_aux=has_aux)
+    program = gradient_program(
+        loss_fn,
+        layout,
+        microbatches=microbatches,
+        has_aux=has_aux,
+        with_key=with_key,
+        with_model_state=with_model_state,
+    )
     waits = layout.mesh.devices.flat[0].platform == "cpu" if wait is None else wait
 
     def update(state: TrainState, batch: Any):
-        value, grads = gradient(state.params, batch)
+        key = jax.random.fold_in(state.key, state.step) if with_key and state.key is not None else None
+        (loss, model_state, aux), grads, differ = program(state.params, batch, key, state.model_state)
         norm = global_norm(layout.logical(grads))
         factor = jnp.ones_like(norm) if clip_norm is None else jnp.minimum(1, clip_norm / (norm + 1e-6))
         if clip_norm is not None:
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        if with_model_state:
+            state = replace(state, model_state=model_state)
         state = apply_gradients(state, grads, tx, layout)
-        loss, aux = value if has_aux else (value, None)
         metrics = {"loss": loss, "grad_norm": norm, "clipped": factor < 1, "step": state.step}
-        return state, metrics | ({"aux": aux} if has_aux else {})
+        return state, metrics | ({"aux": aux} if has_aux else {}), differ
 
     shardings = state_shardings(tx, layout)
     jitted = jax.jit(
         update,
         donate_argnums=0,
         in_shardings=(shardings, layout.sharding(layout.batch_spec)),
-        out_shardings=(shardings, layout.sharding(P())),
+        out_shardings=(shardings, layout.sharding(P()), layout.sharding(P())),
     )
 
     def check(state, batch):

@@ -1,0 +1,132 @@
+"""`zero`: from a stage and a mesh to a `Layout`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jzero.check import check_structure, warn_shared
+from jzero.layout import Layout
+from jzero.rules import MIN_SHARD_SIZE, place
+from jzero.stage import Stage, as_stage
+
+
+def zero(
+    params: Any,
+    *,
+    stage: int | Stage,
+    mesh: Mesh,
+    data_axes: Sequence[str] = ("data",),
+    replica_axes: Sequence[str] = (),
+    min_shard_size: int = MIN_SHARD_SIZE,
+    trainable: Any | Callable[[str, Any], bool] | None = None,
+) -> Layout:
+    """Decides where params, gradients and optimizer state live, at a ZeRO stage on a mesh.
+
+    A leaf is cut along its largest dim that divides by the number of shards, along the first only where no other
+    does; where none divides it is stored padded. Small leaves stay whole on every device. `explain` says what became of
+    each leaf and why. Nothing is computed or moved.
+
+    Args:
+        params: A tree of arrays or `jax.ShapeDtypeStruct`s (as from `jax.eval_shape`).
+        stage: 0, 1, 2, 3 or a `Stage` of your own.
+        mesh: A mesh whose axes are of type `Auto`, as `make_mesh` makes it.
+        data_axes: Axes over which leaves are cut.
+        replica_axes: Axes over which the cut leaves are repeated: hybrid sharding (HSDP; MiCS, arXiv:2205.00119).
+        min_shard_size: Leaves with fewer elements than this stay whole.
+        trainable: Which leaves get a gradient and optimizer state; the others are kept as they are, and still sharded.
+            A tree of bools with the structure of `params`, or a predicate on path and leaf, where a path looks like
+            "blocks/0/kernel". None: all floating and complex leaves. Integer, bool and random-key leaves never are.
+
+    Returns:
+        The `Layout`.
+
+    Raises:
+        ValueError: An unknown stage; an axis that the mesh lacks or that is named twice; a mesh axis that is not
+            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` that matches nothing, or a mask of another
+            structure.
+        TypeError: A leaf that is no array; `trainable` names a leaf whose dtype cannot be trained.
+
+    Warns:
+        UserWarning: One array stands at two paths. In JAX these are two params, which will drift apart; to tie them,
+            keep one leaf and use it twice in the loss.
+
+    Example:
+        >>> params = {"table": jax.ShapeDtypeStruct((512, 64), "float32"), "scale": jax.ShapeDtypeStruct((), "float32")}
+        >>> layout = zero(params, stage=3, mesh=jzero.make_mesh(data=-1), trainable=lambda path, leaf: path != "table")
+        >>> layout.param_specs, layout.grad_specs
+        ({'scale': P(), 'table': P(None, 'data')}, {'scale': P(), 'table': None})
+    """
+    stage = as_stage(stage)
+    data_axes = _axes("data_axes", data_axes, mesh)
+    replica_axes = _axes("replica_axes", replica_axes, mesh)
+    if not data_axes:
+        raise ValueError("zero: data_axes is empty; name at least one mesh axis to cut the params over.")
+    if both := set(data_axes) & set(replica_axes):
+        raise ValueError(f"zero: mesh axis {sorted(both)} is named in data_axes and in replica_axes; choose one.")
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            raise ValueError(
+                f"zero: mesh axis {name!r} has type {kind}; jzero needs Auto. Make the mesh with jzero.make_mesh, or "
+                f"pass axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to jax.make_mesh."
+            )
+    if min_shard_size < 0:
+        raise ValueError(f"zero: min_shard_size={min_shard_size}; it counts elements, so 0 or more.")
+    named, treedef = tree_flatten_with_path(params)
+    if not named:
+        raise ValueError(f"zero: params has no array leaf (got {type(params).__name__}: {treedef}).")
+    for path, leaf in named:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"zero: params{keystr(path)} is a {type(leaf).__name__}, not an array. Pass arrays or "
+                f"ShapeDtypeStructs; register your own containers with jax.tree_util.register_dataclass."
+            )
+    warn_shared("params", params)
+    shards = math.prod(mesh.shape[axis] for axis in data_axes)
+    leaves = tuple(
+        place(_name(path), leaf, shards, min_shard_size, padded=True, trainable=trained)
+        for (path, leaf), trained in zip(named, _trained(named, treedef, trainable), strict=True)
+    )
+    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves)
+
+
+def _name(path) -> str:
+    return keystr(path, simple=True, separator="/")
+
+
+def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(f"zero: {option} names {axis!r}, but the mesh has axes {mesh.axis_names}.")
+        if axes.count(axis) > 1:
+            raise ValueError(f"zero: {option}={axes} names {axis!r} twice.")
+    return axes
+
+
+def _trained(named, treedef, trainable) -> list[bool]:
+    """Whether each leaf is trained."""
+    able = [jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in named]
+    if trainable is None:
+        chosen, how = able, "no leaf is floating or complex"
+    elif callable(trainable):
+        chosen = [bool(trainable(_name(path), leaf)) for path, leaf in named]
+        how = f"the predicate trainable is false for each, from {_name(named[0][0])!r} to {_name(named[-1][0])!r}"
+    else:
+        mask = check_structure("trainable", trainable, treedef)
+        for path, value in mask:
+            if not isinstance(value, bool | jnp.bool_):
+                raise TypeError(f"zero: trainable{keystr(path)} is {value!r}; a mask has True or False at each leaf.")
+        chosen, how = [bool(value) for _, value in mask], "the mask trainable is False everywhere"
+    if not any(chosen):
+        raise ValueError(f"zero: none of the {len(named)} leaves of params would be trained: {how}.")
+    for (path, leaf), one, can in zip(named, chosen, able, strict=True):
+        if one and not can:
+            raise TypeError(
+                f"zero: trainable names params{keystr(path)}, whose dtype {leaf.dtype} cannot be trained; only floating "
+                f"and complex leaves can. Leave it out, or cast it."
+            )
+    return chosen
