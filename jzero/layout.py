@@ -176,7 +176,7 @@ class Layout:
         return jax.tree.map(put, batch)
 
     def _leaves_of(self, tree: Any, tx: optax.GradientTransformation | None) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
-        """The leaves that `tree` should have: those of the state of `tx`, or of all params, or of the trainable ones."""
+        """The leaves that `tree` should have: those of the state of `tx`, of all params, or of the trainable ones."""
         if tx is not None:
             return self.opt_leaves(tx)
         if jax.tree.structure(tree) == self.trainable_treedef:
@@ -218,9 +218,9 @@ class Layout:
                 return unpad(x, leaf.shape)
             if not replicate:
                 raise ValueError(
-                    f"logical: {path} is stored padded to {leaf.stored}; its logical shape {leaf.shape} does not divide "
-                    f"over {self.shards} devices, and JAX has no uneven shardings outside of jit. Call logical inside "
-                    f"of jax.jit, or pass replicate=True for a whole copy on every device."
+                    f"logical: {path} is stored padded to {leaf.stored}; its logical shape {leaf.shape} does not "
+                    f"divide over {self.shards} devices, and JAX has no uneven shardings outside of jit. Call logical "
+                    f"inside of jax.jit, or pass replicate=True for a whole copy on every device."
                 )
             return jax.jit(unpad, static_argnums=1, out_shardings=self.sharding(P()))(x, leaf.shape)
 

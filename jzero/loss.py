@@ -98,8 +98,8 @@ def _changed(before, after):
     for (path, x), old in zip(named, jax.tree.leaves(before), strict=True):
         if (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(old), jnp.result_type(old)):
             raise ValueError(
-                f"The model_state that loss_fn returned has {jnp.result_type(x)}{jnp.shape(x)} at {keystr(path)}; it was "
-                f"given {jnp.result_type(old)}{jnp.shape(old)}, and keeps shape and dtype from step to step."
+                f"The model_state that loss_fn returned has {jnp.result_type(x)}{jnp.shape(x)} at {keystr(path)}; it "
+                f"was given {jnp.result_type(old)}{jnp.shape(old)}, and keeps shape and dtype from step to step."
             )
     return after
 

@@ -25,8 +25,8 @@ def must_agree(model_state: Any) -> list[str]:
 def merge(layout: Layout, model_state: Any) -> tuple[Any, jax.Array]:
     """Makes the model states of all batch shards one, inside of `value_and_grad`.
 
-    Floating leaves are averaged: one all-reduce each. The others must be the same everywhere: their minimum and maximum over
-    the batch axes are compared, and the maximum is kept, so that devices never drift apart.
+    Floating leaves are averaged: one all-reduce each. The others must be the same everywhere: their minimum and maximum
+    over the batch axes are compared, and the maximum is kept, so that devices never drift apart.
 
     Returns:
         The state, and one bool for each of `must_agree(model_state)`: whether its shards differ.
@@ -54,8 +54,8 @@ def warn_differing(model_state: Any, differ: jax.Array) -> None:
     paths = [path for path, differs in zip(must_agree(model_state), jax.device_get(differ), strict=True) if differs]
     if paths:
         warnings.warn(
-            f"model_state{', model_state'.join(paths)}: loss_fn returned different values on different batch shards, and "
-            f"integers, bools and random keys cannot be averaged; the largest was kept. Update them in the same way on "
-            f"every shard, or reduce them over layout.batch_axes in the loss.",
+            f"model_state{', model_state'.join(paths)}: loss_fn returned different values on different batch shards, "
+            f"and integers, bools and random keys cannot be averaged; the largest was kept. Update them in the same "
+            f"way on every shard, or reduce them over layout.batch_axes in the loss.",
             stacklevel=3,
         )

@@ -73,7 +73,8 @@ def init(
         layout: The placements, from `zero` on params of the same shapes.
         *args: Arguments of `init_params`, usually a random key.
         key: A random key for training, kept in the state, for losses that take `key=`.
-        model_state: Initial model state (batch statistics, counters), for losses that take `model_state=`. It is copied.
+        model_state: Initial model state (batch statistics, counters), for losses that take `model_state=`. It is
+        copied.
 
     Returns:
         A `TrainState` with step 0, placed as `state_shardings(tx, layout)`.

@@ -126,7 +126,7 @@ def _trained(named, treedef, trainable) -> list[bool]:
     for (path, leaf), one, can in zip(named, chosen, able, strict=True):
         if one and not can:
             raise TypeError(
-                f"zero: trainable names params{keystr(path)}, whose dtype {leaf.dtype} cannot be trained; only floating "
-                f"and complex leaves can. Leave it out, or cast it."
+                f"zero: trainable names params{keystr(path)}, whose dtype {leaf.dtype} cannot be trained; only "
+                f"floating and complex leaves can. Leave it out, or cast it."
             )
     return chosen
