@@ -77,9 +77,10 @@ def train_step(
             is the global L2 norm over all params, each counted once. None: no clipping.
         has_aux: As for `value_and_grad`.
         with_key: As for `value_and_grad`; the key is `fold_in(state.key, state.step)`, from `init(..., key=)`.
-        with_model_state: As for `value_and_grad`; the model state is `state.model_state`, from `init(...,
-        model_state=)`. wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run
-            ahead can time out in a collective.
+        with_model_state: As for `value_and_grad`; the model state is `state.model_state`, from
+            `init(..., model_state=)`.
+        wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run ahead can
+            time out in a collective.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, a `TrainStep`. `metrics` holds scalars, whole on every device: `loss`;
