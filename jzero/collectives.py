@@ -1,8 +1,10 @@
 """The collectives that ZeRO promises, leaf by leaf. All but `gather_params` run inside `value_and_grad`."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -64,18 +66,46 @@ def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array
     """Makes updated trainable params whole again, in the global view: one all-gather a leaf over the data axes.
 
     The gather is explicit because the partitioner may otherwise choose to gather something else, in another dtype.
+    Leaves go in buckets no larger than the largest leaf, and each bucket waits for the one before the last, so that
+    what is on the way never takes more memory than two leaves. Left alone, XLA gathers all of them at once.
     """
     cut = [index for index, leaf in enumerate(layout.trainable) if leaf.dim is not None]
-    if not cut or not wide(layout, layout.data_axes):
+    axes = wide(layout, layout.data_axes)
+    if not cut or not axes:
         return list(shards)
     leaves = [layout.trainable[index] for index in cut]
 
+    def whole(leaf, part):
+        # The shards are put in place explicitly: a gather along an inner dim gets that copy from the compiler, which
+        # is free to keep what it copies from until the very end.
+        parts = jnp.moveaxis(lax.all_gather(part, axes), 0, leaf.dim)
+        return unpad(parts.reshape(leaf.stored), leaf.shape)
+
     def local(parts):
-        return [gather(layout, leaf, part) for leaf, part in zip(leaves, parts, strict=True)]
+        done = []
+        for bucket in _buckets(leaves):
+            some = [parts[index] for index in bucket]
+            if len(done) >= 2:
+                some, done[-2] = lax.optimization_barrier((some, done[-2]))
+            done.append([whole(leaves[index], part) for index, part in zip(bucket, some, strict=True)])
+        return [leaf for bucket in done for leaf in bucket]
 
     specs = [layout.spec(leaf, "sharded") for leaf in leaves]
-    whole = jax.shard_map(
+    gathered = jax.shard_map(
         local, mesh=layout.mesh, in_specs=(specs,), out_specs=P(), axis_names=set(layout.batch_axes), check_vma=False
     )([shards[index] for index in cut])
-    gathered = dict(zip(cut, whole, strict=True))
-    return [gathered.get(index, shard) for index, shard in enumerate(shards)]
+    new = dict(zip(cut, gathered, strict=True))
+    return [new.get(index, shard) for index, shard in enumerate(shards)]
+
+
+def _buckets(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Groups neighbours, as many as fit in the bytes of the largest leaf."""
+    sizes = [math.prod(leaf.stored) * leaf.dtype.itemsize for leaf in leaves]
+    buckets, free = [], 0
+    for index, size in enumerate(sizes):
+        if size > free:
+            buckets.append([])
+            free = max(sizes)
+        buckets[-1].append(index)
+        free -= size
+    return buckets
