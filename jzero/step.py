@@ -1,5 +1,7 @@
 """`train_step`: gradient, clip, update, as one compiled program."""
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,31 +27,37 @@ class TrainStep:
         wait: Whether each call waits until its loss is there.
     """
 
-    def __init__(self, jitted: Callable, check: Callable[[TrainState, Any], None], wait: bool):
-        self.jitted, self.check, self.wait = jitted, check, wait
-        self._pending = None
+    def __init__(self, jitted: Callable, check_state: Callable, check_batch: Callable, wait: bool):
+        self.jitted, self.wait = jitted, wait
+        self._check_state, self._check_batch = check_state, check_batch
+        self._returned = self._pending = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step and returns the new state and the metrics; `state` is donated and must not be used again."""
-        self.check(state, batch)
+        # The state that this step returned fits, and looking at each of its arrays again would cost every step.
+        if self._returned is None or self._returned() is not state:
+            self._check_state(state)
+        self._check_batch(batch)
         self._report()
         state, metrics, differ = self.jitted(state, batch)
+        self._returned = weakref.ref(state)
         self._pending = (state.model_state, differ) if differ.size else None
         if self.wait:
             jax.block_until_ready(metrics["loss"])
             self._report()
         return state, metrics
 
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lowers the step for these arguments (arrays or ShapeDtypeStructs), to look at its program."""
+        self._check_state(state)
+        self._check_batch(batch)
+        return self.jitted.lower(state, batch)
+
     def _report(self):
         """Warns of what the last step found in its model state; one step late where steps are not waited for."""
         if self._pending is not None:
             warn_differing(*self._pending)
             self._pending = None
-
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lowers the step for these arguments (arrays or ShapeDtypeStructs), to look at its program."""
-        self.check(state, batch)
-        return self.jitted.lower(state, batch)
 
 
 def train_step(
@@ -133,11 +141,12 @@ def train_step(
         out_shardings=(shardings, layout.sharding(P()), layout.sharding(P())),
     )
 
-    def check(state, batch):
-        check_state(state, tx, layout)
-        check_batch(batch, layout, microbatches=microbatches)
-
-    return TrainStep(jitted, check, waits)
+    return TrainStep(
+        jitted,
+        functools.partial(check_state, tx=tx, layout=layout),
+        functools.partial(check_batch, layout=layout, microbatches=microbatches),
+        waits,
+    )
 
 
 def global_norm(grads: Any) -> jax.Array:
