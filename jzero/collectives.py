@@ -24,42 +24,31 @@ def all_reduce(layout: Layout, x: jax.Array) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def gather(layout: Layout, leaf: Leaf, shard: jax.Array) -> jax.Array:
-    """Makes a leaf whole, in its logical shape: one all-gather over the data axes, of the stored bytes."""
+def gather(layout: Layout, shard: jax.Array, dim: int, length: int) -> jax.Array:
+    """Makes an array whole from its shards along `dim`, of which it keeps `length`: one all-gather over the data axes."""
     axes = wide(layout, layout.data_axes)
-    if leaf.dim is None or not axes:
-        return shard
-    return unpad(lax.all_gather(shard, axes, axis=leaf.dim, tiled=True), leaf.shape)
+    whole = lax.all_gather(shard, axes, axis=dim, tiled=True) if axes else shard
+    return unpad(whole, (*whole.shape[:dim], length, *whole.shape[dim + 1 :]))
 
 
-def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
-    """Sums a whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps.
+def scatter(layout: Layout, grad: jax.Array, dim: int, length: int) -> jax.Array:
+    """Sums a whole local gradient over all batch axes and keeps this device's shard along `dim`, padded to `length`.
 
-    Sharded: one reduce-scatter of the stored bytes over the data axes, then an all-reduce of the shard over the replica
-    axes. Whole (at stage 0, or a leaf that is not cut): one all-reduce over all batch axes.
+    One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes.
     """
-    if leaf.dim is None or layout.stage.grads == "replicated":
-        return all_reduce(layout, grad)
+    grad = pad(grad, (*grad.shape[:dim], length, *grad.shape[dim + 1 :]))
     if axes := wide(layout, layout.data_axes):
-        grad = lax.psum_scatter(pad(grad, leaf.stored), axes, scatter_dimension=leaf.dim, tiled=True)
+        grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
     if axes := wide(layout, layout.replica_axes):
         grad = lax.psum(grad, axes)
     return grad
 
 
-def reduce_in_backward(reduce: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes `use(stand_in, whole) -> whole`, whose backward pass reduces the gradient where it is born.
-
-    The gradient with respect to `stand_in` is `reduce(gradient of whole)`. A stand-in of the reduced shape is needed
-    because a cotangent has the shape of its primal: the whole gradient must not outlive its block.
-    """
-
-    @jax.custom_vjp
-    def use(stand_in, whole):
-        return whole
-
-    use.defvjp(lambda stand_in, whole: (whole, None), lambda _, grad: (reduce(grad), None))
-    return use
+def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
+    """Sums a leaf's whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps."""
+    if leaf.dim is None or layout.stage.grads == "replicated":
+        return all_reduce(layout, grad)
+    return scatter(layout, grad, leaf.dim, leaf.stored[leaf.dim])
 
 
 def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array]:

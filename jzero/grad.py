@@ -9,10 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jzero.check import check_batch, check_tree
-from jzero.collectives import all_reduce, gather, reduce, reduce_in_backward
+from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
 from jzero.loss import take_apart
 from jzero.model_state import merge, warn_differing
+from jzero.stream import reduces_in_backward, stream
 
 
 def value_and_grad(
@@ -115,31 +116,16 @@ def gradient_program(
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}; wanted an int of 1 or more.")
     stage, parts = layout.stage, layout.batch_shards * microbatches
-    trained = [index for index, leaf in enumerate(layout.leaves) if leaf.trainable]
-    uses = [reduce_in_backward(lambda grad, leaf=leaf: reduce(layout, leaf, grad)) for leaf in layout.trainable]
 
-    def gradient(shards, batch, key, model_state):
-        """Gradient of one microbatch: reduced if the stage reduces by block, else whole and this device's own."""
-        whole = shards
-        if stage.params == "sharded":
-            whole = [gather(layout, leaf, shard) for leaf, shard in zip(layout.leaves, shards, strict=True)]
+    def objective(leaves, batch, key, model_state):
         given = ({"key": key} if with_key else {}) | ({"model_state": model_state} if with_model_state else {})
+        out = loss_fn(layout.treedef.unflatten(leaves), batch, **given)
+        total, *sums = take_apart(out, has_aux=has_aux, with_model_state=with_model_state, model_state=model_state)
+        return total, tuple(sums)
 
-        def objective(variables):
-            params = dict(enumerate(whole)) | dict(zip(trained, variables, strict=True))
-            out = loss_fn(layout.treedef.unflatten(params.values()), batch, **given)
-            total, *sums = take_apart(out, has_aux=has_aux, with_model_state=with_model_state, model_state=model_state)
-            return total, tuple(sums)
-
-        variables = [whole[index] for index in trained]
-        if stage.reduce == "end":
-            return jax.grad(objective, has_aux=True)(variables)
-        stand_ins = [jnp.zeros(leaf.local(stage.grads, layout.shards), leaf.dtype) for leaf in layout.trainable]
-
-        def objective_of_stand_ins(stand_ins):
-            return objective([use(s, w) for use, s, w in zip(uses, stand_ins, variables, strict=True)])
-
-        return jax.grad(objective_of_stand_ins, has_aux=True)(stand_ins)
+    def gradient(*args):
+        grads, sums, _ = stream(layout, objective, *args)
+        return grads, sums
 
     def local(shards, batch, key, model_state):
         key = _fold(key, lax.axis_index(layout.batch_axes)) if with_key else None
@@ -159,8 +145,10 @@ def gradient_program(
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
             carry, _ = lax.scan(add, (zeros, model_state), (jnp.arange(microbatches), split))
             (grads, sums), model_state = carry
-        if stage.reduce == "end":
-            grads = [reduce(layout, leaf, grad) for leaf, grad in zip(layout.trainable, grads, strict=True)]
+        grads = [
+            grad if reduces_in_backward(layout, leaf) else reduce(layout, leaf, grad)
+            for leaf, grad in zip(layout.trainable, grads, strict=True)
+        ]
         total, weight, aux = jax.tree.map(lambda x: all_reduce(layout, x), sums)
         if weight is None:
             share = 1 / parts

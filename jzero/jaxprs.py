@@ -1,0 +1,44 @@
+"""What jzero knows of the inside of jax: how to read a jaxpr and how to evaluate one equation. All of it moves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """An equation's inner jaxpr and its constants. The jaxprs of `scan` and `jit` are closed in jax 0.10, open later."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "jaxpr") else (jaxpr, ())
+
+
+def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation as it stands, under the context that it was traced in."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    subfuns, params = params if isinstance(params, tuple) else ((), params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *ins, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def split_scan(eqn: Any, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The constants, carry and scanned inputs of a `scan` equation."""
+    if "num_consts" in eqn.params:  # jax 0.10
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        return list(ins[:consts]), list(ins[consts : consts + carry]), list(ins[consts + carry :])
+    parts = eqn.params["ft_in"].update(list(range(len(ins)))).unpack()
+    consts, carry, xs = ([ins[index] for index in part] for part in parts)
+    return consts, carry, xs
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an operand is a variable, and no literal."""
+    return not isinstance(atom, core.Literal)
+
+
+def source_of(eqn: Any) -> str:
+    """The user's function, file and line that an equation comes from, as in "block (model.py:31)"."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not any(f"/{package}/" in frame.file_name for package in ("jax", "jaxlib", "flax", "optax", "jzero", "equinox")):
+            return f"{frame.function_name.split('.')[-1]} ({frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num})"
+    return "unknown"
