@@ -10,6 +10,7 @@ from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
 from jzero.state import TrainState, apply_gradients, init
 from jzero.step import train_step
+from jzero.stream import gather_here as gather
 from jzero.zero import zero
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "audit",
     "combine",
     "explain",
+    "gather",
     "init",
     "make_mesh",
     "memory",

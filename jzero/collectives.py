@@ -1,7 +1,7 @@
 """The collectives that ZeRO promises, leaf by leaf. All but `gather_params` run inside `value_and_grad`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def all_reduce(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def gather(layout: Layout, shard: jax.Array, dim: int, length: int) -> jax.Array:
-    """Makes an array whole from its shards along `dim`, of which it keeps `length`: one all-gather over the data axes."""
+    """Makes an array whole from its shards along `dim`, cut to `length` there: one all-gather over the data axes."""
     axes = wide(layout, layout.data_axes)
     whole = lax.all_gather(shard, axes, axis=dim, tiled=True) if axes else shard
     return unpad(whole, (*whole.shape[:dim], length, *whole.shape[dim + 1 :]))

@@ -6,8 +6,9 @@ from typing import Any
 from jax.extend import core
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """An equation's inner jaxpr and its constants. The jaxprs of `scan` and `jit` are closed in jax 0.10, open later."""
+def inner_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """An equation's jaxpr and its constants. Those of `scan` and `jit` are closed in jax 0.10, and open later."""
+    jaxpr = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "jaxpr") else (jaxpr, ())
 
 
@@ -37,8 +38,10 @@ def is_var(atom: Any) -> bool:
 
 def source_of(eqn: Any) -> str:
     """The user's function, file and line that an equation comes from, as in "block (model.py:31)"."""
-    traceback = eqn.source_info.traceback
+    traceback = eqn.source_info.traceback if eqn is not None else None
     for frame in traceback.frames if traceback is not None else ():
-        if not any(f"/{package}/" in frame.file_name for package in ("jax", "jaxlib", "flax", "optax", "jzero", "equinox")):
+        if not any(
+            f"/{package}/" in frame.file_name for package in ("jax", "jaxlib", "flax", "optax", "equinox", "jzero")
+        ):
             return f"{frame.function_name.split('.')[-1]} ({frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num})"
     return "unknown"

@@ -25,6 +25,7 @@ class Leaf:
         stored: Its shape where it is cut: the logical shape, with `dim` padded by zeros until it divides.
         trainable: Whether it gets a gradient and optimizer state.
         reason: Why it stays whole or is padded; empty if it is neither.
+        regather: Whether it is gathered again in the backward pass, or kept from the forward pass.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Leaf:
     stored: tuple[int, ...]
     trainable: bool = True
     reason: str = ""
+    regather: bool = True
 
     def placed(self, placement: Placement) -> jax.ShapeDtypeStruct:
         """Global shape and dtype under a placement: the stored shape if sharded, the logical one if replicated."""

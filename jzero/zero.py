@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ def zero(
     replica_axes: Sequence[str] = (),
     min_shard_size: int = MIN_SHARD_SIZE,
     trainable: Any | Callable[[str, Any], bool] | None = None,
+    regather: bool | Sequence[tuple[str, bool]] = True,
 ) -> Layout:
     """Decides where params, gradients and optimizer state live, at a ZeRO stage on a mesh.
 
@@ -40,6 +43,10 @@ def zero(
         trainable: Which leaves get a gradient and optimizer state; the others are kept as they are, and still sharded.
             A tree of bools with the structure of `params`, or a predicate on path and leaf, where a path looks like
             "blocks/0/kernel". None: all floating and complex leaves. Integer, bool and random-key leaves never are.
+        regather: Whether a leaf that is gathered in the forward pass is dropped and gathered again in the backward pass
+            (True, ZeRO-3 as published) or kept (False: FSDP's `reshard_after_forward=False`), which saves a third of
+            the traffic for the memory of whole params. A list of `(path pattern, bool)` decides leaf by leaf, with
+            shell patterns on paths; the first that matches counts, and leaves that none matches are gathered again.
 
     Returns:
         The `Layout`.
@@ -87,8 +94,10 @@ def zero(
     warn_shared("params", params)
     shards = math.prod(mesh.shape[axis] for axis in data_axes)
     leaves = tuple(
-        place(_name(path), leaf, shards, min_shard_size, padded=True, trainable=trained)
-        for (path, leaf), trained in zip(named, _trained(named, treedef, trainable), strict=True)
+        replace(place(_name(path), leaf, shards, min_shard_size, padded=True, trainable=trained), regather=again)
+        for (path, leaf), trained, again in zip(
+            named, _trained(named, treedef, trainable), _regathered(named, regather), strict=True
+        )
     )
     return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves)
 
@@ -130,3 +139,17 @@ def _trained(named, treedef, trainable) -> list[bool]:
                 f"floating and complex leaves can. Leave it out, or cast it."
             )
     return chosen
+
+
+def _regathered(named, regather) -> list[bool]:
+    """Whether each leaf is gathered again in the backward pass."""
+    if isinstance(regather, bool):
+        return [regather] * len(named)
+    paths = [_name(path) for path, _ in named]
+    for pattern, _ in regather:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise ValueError(
+                f"zero: regather has a pattern {pattern!r} that matches none of the {len(paths)} paths of params, from "
+                f"{paths[0]!r} to {paths[-1]!r}."
+            )
+    return [next((again for pattern, again in regather if fnmatchcase(path, pattern)), True) for path in paths]

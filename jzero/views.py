@@ -1,0 +1,140 @@
+"""Values of the streaming pass: leaves that are still cut, and gradients that are cut already."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from jzero.rules import Leaf
+from jzero.shapes import moved_dim, on_shard
+
+STRUCTURAL = {"convert_element_type", "copy", "transpose", "squeeze", "reshape"}
+"""Operations on a whole leaf that can wait until it is gathered."""
+SLICES = {"slice", "dynamic_slice"}
+"""Operations that can be done to the shards if they take all of the dim that is cut."""
+
+
+class Shards:
+    """A leaf, or a slice of one, as this device's shard along `dim`; remembers what has been gathered of it.
+
+    Attributes:
+        value: The shard.
+        dim: The dim that is cut.
+        leaf: The leaf that it is, or is a part of.
+        phase: Where it came into being, "forward" or "backward".
+        gathered: Whole arrays, by until when they are kept and by dtype.
+    """
+
+    def __init__(self, value: jax.Array, dim: int, leaf: Leaf, phase: str):
+        self.value, self.dim, self.leaf, self.phase = value, dim, leaf, phase
+        self.gathered: dict[tuple[str, str], jax.Array] = {}
+        self._settled: dict[tuple[int, ...], Shards | None] = {}
+
+    @property
+    def length(self) -> int:
+        """Length of the cut dim without padding."""
+        assert self.leaf.dim is not None
+        return self.leaf.shape[self.leaf.dim]
+
+    def settled(self, shapes: list[Any]) -> "Shards | None":
+        """What the operations make of the shards; None if they would not stay intact."""
+        key = tuple(map(id, shapes))
+        if key not in self._settled:
+            value, dim = self.value, self.dim
+            for eqn in shapes:
+                to = moved_dim(eqn, dim)
+                if to is None:
+                    break
+                value, dim = on_shard(eqn, value, dim), to
+            else:
+                self._settled[key] = Shards(value, dim, self.leaf, self.phase) if shapes else self
+                return self._settled[key]
+            self._settled[key] = None
+        return self._settled[key]
+
+
+@dataclass(frozen=True)
+class View:
+    """Shards in the narrowest dtype that the model casts them to, and what it does to the whole before using it.
+
+    Attributes:
+        shards: The shards.
+        dtype: The dtype that they are gathered in.
+        after: Equations with one operand, to be done after the gather.
+    """
+
+    shards: Shards
+    dtype: Any
+    after: tuple[Any, ...] = ()
+
+    def then(self, eqn: Any) -> "View":
+        """The view after one more structural operation. A cast to a narrower dtype moves in front of the gather."""
+        if eqn.primitive.name != "convert_element_type":
+            return View(self.shards, self.dtype, (*self.after, eqn))
+        casts, shapes, dtype = *self.sorted(), eqn.params["new_dtype"]
+        if dtype == self.dtype or (not casts and dtype.itemsize < self.dtype.itemsize):
+            return View(self.shards, dtype, tuple(shapes))
+        return View(self.shards, self.dtype, (*self.after, eqn))
+
+    def sorted(self) -> tuple[list[Any], list[Any]]:
+        """What is to be done after the gather: casts, and changes of shape."""
+        casts = [eqn for eqn in self.after if eqn.primitive.name == "convert_element_type"]
+        return casts, [eqn for eqn in self.after if eqn.primitive.name != "convert_element_type"]
+
+    def settle(self) -> "View | None":
+        """The view with all changes of shape done to the shards; None if they would not stay intact."""
+        casts, shapes = self.sorted()
+        shards = self.shards.settled(shapes)
+        return None if shards is None else View(shards, self.dtype, tuple(casts))
+
+    def slice(self, eqn: Any, starts: list[Any], phase: str) -> "View | None":
+        """A slice of the view, done to the shards; None if it does not take all of the dim that is cut."""
+        view = self.settle()
+        if view is None or moved_dim(eqn, view.shards.dim) is None:
+            return None
+        value = on_shard(eqn, view.shards.value, view.shards.dim, *starts)
+        return view.on(value, phase)
+
+    def on(self, value: jax.Array, phase: str, *, dims: int = 0) -> "View":
+        """The same view of another shard, with so many dims more in front."""
+        return View(Shards(value, self.shards.dim + dims, self.shards.leaf, phase), self.dtype, self.after)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Wanted of a gradient or a part of one: its sum over all devices, cut along `dim`, which is padded to `length`."""
+
+    dim: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A gradient that has been reduce-scattered: this device's shard along `dim`."""
+
+    value: jax.Array
+    dim: int
+
+    def through(self, eqn: Any, others: list[Any]) -> "Reduced":
+        """The gradient after a linear operation that keeps the shards intact."""
+        if eqn.primitive.name == "add_any":
+            return Reduced(lax.add(self.value, others[0].value), self.dim)
+        dim = moved_dim(eqn, self.dim)
+        assert dim is not None
+        return Reduced(on_shard(eqn, self.value, self.dim, *others), dim)
+
+
+def pushed_back(eqn: Any, demand: Demand) -> Demand | None:
+    """The demand on the operand of a linear operation that serves a demand on its result; None if there is none.
+
+    A reduction does not move in front of a cast that would make it wider.
+    """
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    if (
+        eqn.primitive.name not in STRUCTURAL | {"broadcast_in_dim", "pad"}
+        or before.dtype.itemsize > after.dtype.itemsize
+    ):
+        return None
+    dim = next((dim for dim in range(len(before.shape)) if moved_dim(eqn, dim) == demand.dim), None)
+    return None if dim is None else Demand(dim, demand.length)
