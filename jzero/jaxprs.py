@@ -31,6 +31,12 @@ def split_scan(eqn: Any, ins: Sequence[Any]) -> tuple[list[Any], list[Any], list
     return consts, carry, xs
 
 
+def has_jaxpr(eqn: Any) -> bool:
+    """Whether an equation runs programs of its own: `cond`, `while`, `custom_vjp_call`, a user's `shard_map`."""
+    params = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    return any(hasattr(x, "jaxpr") or hasattr(x, "eqns") for x in params)
+
+
 def is_var(atom: Any) -> bool:
     """Whether an operand is a variable, and no literal."""
     return not isinstance(atom, core.Literal)

@@ -16,15 +16,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jzero.collectives import gather, scatter
-from jzero.jaxprs import bind, inner_jaxpr, is_var, source_of, split_scan
+from jzero.jaxprs import bind, has_jaxpr, inner_jaxpr, is_var, source_of, split_scan
 from jzero.layout import Layout
 from jzero.rules import Leaf
 from jzero.views import SLICES, STRUCTURAL, Demand, Reduced, Shards, View, pushed_back
 
 FORWARD, BACKWARD, KEPT = "forward", "backward", "kept"
 REMAT = {"checkpoint", "remat", "remat2"}
-BOUNDARIES = {"custom_vjp_call", "custom_jvp_call", "while", "cond", "shard_map", "pure_callback", "io_callback"}
-"""Primitives with semantics of their own: they get whole leaves."""
 MARK = "jzero.gather"
 
 
@@ -201,7 +199,7 @@ def _equation(run, eqn, ins, wants):
             if eqn.params["name"] == MARK:
                 _whole(run, first, eqn)
             return ins
-    outs = bind(eqn, [_whole(run, x, eqn, early=name if name in BOUNDARIES | SLICES else "") for x in ins])
+    outs = bind(eqn, [_whole(run, x, eqn, early=name if name in SLICES or has_jaxpr(eqn) else "") for x in ins])
     return [_reduced(run, x, want) for x, want in zip(outs, wants, strict=True)]
 
 
@@ -360,4 +358,6 @@ def _plain(x):
     return x.shards.value if isinstance(x, View) else x.value if isinstance(x, Reduced) else x
 
 
-RULES = {"jit": _jit, "pjit": _jit, "closed_call": _jit, "scan": _scan} | dict.fromkeys(REMAT, _remat)
+RULES = {"jit": _jit, "pjit": _jit, "closed_call": _jit, "eval_jaxpr": _jit, "scan": _scan} | dict.fromkeys(
+    REMAT, _remat
+)
