@@ -80,11 +80,19 @@ def check_tree(
         foreign = x.sharding.device_set != sharding.device_set
         if x.committed and (foreign if unpadded else not x.sharding.is_equivalent_to(sharding, x.ndim)):
             raise ValueError(
-                f"{what}{keystr(path)} lives on "
-                f"{'other devices than the mesh of the layout' if foreign else 'the mesh'} with {x.sharding}; "
-                f"wanted {sharding.spec} on {dict(layout.mesh.shape)}. Move it with jax.device_put(tree, shardings), "
-                f"with the shardings that the layout gives (param_shardings, grad_shardings, opt_shardings(tx))."
+                f"{what}{keystr(path)} {_elsewhere(x, layout)}; wanted {sharding.spec} on {dict(layout.mesh.shape)}. "
+                f"Move it with jax.device_put(tree, shardings), with the shardings that the layout gives "
+                f"(param_shardings, grad_shardings, opt_shardings(tx))."
             )
+
+
+def _elsewhere(x: jax.Array, layout: Layout) -> str:
+    """How an array lives that does not live where the layout wants it."""
+    if x.sharding.device_set != set(layout.mesh.devices.flat):
+        return f"lives on other devices than the mesh of the layout, with {x.sharding}"
+    if list(x.sharding._device_assignment) != list(layout.mesh.devices.flat):
+        return f"lives on the devices of the mesh of the layout in another order, with {x.sharding}"
+    return f"lives on the mesh of the layout with {x.sharding}"
 
 
 def warn_shared(what: str, tree: Any) -> None:
@@ -101,7 +109,7 @@ def warn_shared(what: str, tree: Any) -> None:
             return
 
 
-def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes: int = 1) -> None:
+def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes: int = 1, placed: bool = True) -> None:
     """Raises unless every leaf of `batch` can be cut along its first dim into batch shards and microbatches.
 
     Args:
@@ -109,6 +117,7 @@ def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes:
         layout: Gives the batch axes.
         microbatches: Number of microbatches.
         processes: How many equal parts of the global batch there are.
+        placed: Whether arrays that are committed to devices must be placed as `layout.put_batch` places them.
     """
     named, _ = tree_flatten_with_path(batch)
     if not named:
@@ -130,4 +139,10 @@ def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes:
                 f"{parts} equal parts = {layout.batch_shards} batch shards (mesh axes {axes}){times}. "
                 f"Use a batch of {max(1, round(shape[0] * processes / parts)) * parts} examples, "
                 f"or other microbatches or mesh axes."
+            )
+        wanted = layout.sharding(layout.batch_spec)
+        if placed and is_concrete(leaf) and leaf.committed and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+            raise ValueError(
+                f"batch{keystr(path)} {_elsewhere(leaf, layout)}; wanted {wanted.spec} on {dict(layout.mesh.shape)}. "
+                f"Pass the batch through layout.put_batch."
             )

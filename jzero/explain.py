@@ -59,7 +59,8 @@ class Explanation(tuple[Row, ...]):
         out = io.StringIO()
         console = Console(file=out, width=10_000)
         console.print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        return "\n".join(line for line in lines if line)
 
 
 def _text(value) -> str:

@@ -119,7 +119,6 @@ class Layout:
         """Structure of the trainable params, and so of the gradients: that of the params, None where not trained."""
         return jax.tree.structure(self.treedef.unflatten([leaf if leaf.trainable else None for leaf in self.leaves]))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
     def opt_leaves(self, tx: optax.GradientTransformation) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
         """Structure and leaves of the state of `tx`, from shapes alone.
 
@@ -129,6 +128,12 @@ class Layout:
         view. Paths are used rather than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no
         arrays, and so fails for an optimizer that looks at its params.
         """
+        if not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(f"tx is a {type(tx).__name__}; wanted an optax optimizer, such as optax.adamw(1e-3).")
+        return self._opt_leaves(tx, jax.config.jax_enable_x64)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
+    def _opt_leaves(self, tx, x64):  # under x64 a state has other dtypes
         abstract = self.trainable_treedef.unflatten([leaf.placed("replicated") for leaf in self.trainable])
         keys = [keystr(path) for path, _ in tree_flatten_with_path(abstract)[0]]
         params = dict(zip(keys, self.trainable, strict=True))
@@ -165,7 +170,7 @@ class Layout:
             P('data',)
         """
         processes = jax.process_count()
-        check_batch(batch, self, processes=processes)
+        check_batch(batch, self, processes=processes, placed=False)
         sharding = self.sharding(self.batch_spec)
 
         def put(leaf):

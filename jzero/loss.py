@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_map_with_path
 
@@ -76,7 +77,7 @@ def take_apart(out: Any, *, has_aux: bool, with_model_state: bool, model_state: 
         total = _scalar("The loss", out)
 
     def weigh(path, x):
-        x = jnp.asarray(x)
+        x = _array(f"aux{keystr(path)}", x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"aux{keystr(path)} has dtype {x.dtype}; aux is averaged over the batch, so it must be floating. "
@@ -106,7 +107,7 @@ def _changed(before, after):
 
 def _scalar(what, x):
     """The loss as a scalar of at least float32."""
-    x = jnp.asarray(x)
+    x = _array(what, x)
     if x.shape:
         raise ValueError(
             f"{what} has shape {x.shape}; wanted a scalar. Take the mean over the batch, or return a "
@@ -115,3 +116,9 @@ def _scalar(what, x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{what} has dtype {x.dtype}; wanted a floating scalar.")
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _array(what, x):
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        raise TypeError(f"{what} is a {type(x).__name__}; wanted a number or an array.")
+    return jnp.asarray(x)

@@ -21,8 +21,8 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Me
         A `jax.sharding.Mesh` over all the devices.
 
     Raises:
-        ValueError: No axis, a size that is neither positive nor -1, more than one -1, or a product that is not
-            the number of devices.
+        ValueError: No axis, no device, a size that is neither positive nor -1, more than one -1, or a product that is
+            not the number of devices.
         TypeError: A size that is not an int.
 
     Example:
@@ -30,6 +30,8 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Me
         {'replica': 2, 'data': 4}
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("make_mesh: devices is empty, so there are 0 devices; pass some, or None for all.")
     given = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
         raise ValueError("make_mesh needs at least one named axis, for example make_mesh(data=-1).")

@@ -16,6 +16,7 @@ from jzero.collectives import gather_params
 from jzero.layout import Layout
 from jzero.padding import pad, unpad
 from jzero.partition import combine, partition
+from jzero.rules import Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +50,8 @@ def check_state(state: TrainState, tx: optax.GradientTransformation, layout: Lay
     if not isinstance(state, TrainState):
         raise TypeError(f"state is a {type(state).__name__}; wanted the TrainState that jzero.init returns.")
     check_tree("state.params", state.params, layout, layout.treedef, layout.leaves, layout.stage.params)
+    step = jax.tree.structure(0), (Leaf("step", (), jnp.dtype("int32"), None, ()),), "replicated"
+    check_tree("state.step", state.step, layout, *step)
     check_tree("state.opt_state", state.opt_state, layout, *layout.opt_leaves(tx), layout.stage.opt_state)
 
 
@@ -62,9 +65,9 @@ def init(
 ) -> TrainState:
     """Makes the first `TrainState`, born sharded: no device ever holds more of it than it keeps.
 
-    `init_params(*args)` and `tx.init` are compiled as one program whose outputs have the layout's placements; each
-    device computes its own shards. No collective runs, except for what an initialiser itself needs: one that
-    decomposes a matrix (orthogonal and its kind) builds it whole on every device.
+    `init_params(*args)` and `tx.init` are compiled as one program whose outputs have the layout's placements. Each
+    device computes its own shards; at stages 1 and 2 the params are then gathered (M elements). An initialiser may need
+    more: one that decomposes a matrix (orthogonal and its kind) builds it whole on every device.
 
     Args:
         init_params: Makes the params from `args`; it is traced. To start from params that exist, pass them as an
@@ -96,16 +99,25 @@ def init(
 def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformation, layout: Layout) -> Any:
     """The jitted function behind `init`, of `(args, key, model_state)`, for those who want to look at its program."""
 
+    def cut(leaf, x):
+        sharding = layout.sharding(layout.spec(leaf, layout.stage.opt_state))
+        return unpad(lax.with_sharding_constraint(pad(x, leaf.placed(layout.stage.opt_state).shape), sharding), x.shape)
+
     def born(args, key, model_state):
         params = init_params(*args)
         check_tree("init_params(...)", params, layout, layout.treedef, layout.leaves, "replicated")
         warn_shared("init_params(...)", params)
+        # Random bits take several times the memory of the numbers made of them: each device makes its own part only.
+        params = layout.treedef.unflatten(map(cut, layout.leaves, jax.tree.leaves(params)))
         opt_state = tx.init(partition(params, layout)[0])
         return TrainState(
             layout.stored(params), layout.stored(opt_state, tx=tx), jnp.zeros((), jnp.int32), key, model_state
         )
 
-    return jax.jit(born, out_shardings=state_shardings(tx, layout))
+    # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together; other backends mind
+    memory.on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
+    return jax.jit(born, out_shardings=state_shardings(tx, layout), compiler_options=options)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

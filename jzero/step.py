@@ -108,7 +108,8 @@ def train_step(
         >>> float(metrics["loss"]), bool(metrics["clipped"]), int(state.step)
         (64.0, True, 1)
     """
-    if clip_norm is not None and not clip_norm > 0:
+    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
     program = gradient_program(
         loss_fn,

@@ -67,6 +67,8 @@ def zero(
         >>> layout.param_specs, layout.grad_specs
         ({'scale': P(), 'table': P(None, 'data')}, {'scale': P(), 'table': None})
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"zero: mesh is a {type(mesh).__name__}; make one with jzero.make_mesh(data=-1).")
     stage = as_stage(stage)
     data_axes = _axes("data_axes", data_axes, mesh)
     replica_axes = _axes("replica_axes", replica_axes, mesh)
@@ -80,8 +82,8 @@ def zero(
                 f"zero: mesh axis {name!r} has type {kind}; jzero needs Auto. Make the mesh with jzero.make_mesh, or "
                 f"pass axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to jax.make_mesh."
             )
-    if min_shard_size < 0:
-        raise ValueError(f"zero: min_shard_size={min_shard_size}; it counts elements, so 0 or more.")
+    if not isinstance(min_shard_size, int) or min_shard_size < 0:
+        raise ValueError(f"zero: min_shard_size={min_shard_size!r}; it counts elements, so an int of 0 or more.")
     named, treedef = tree_flatten_with_path(params)
     if not named:
         raise ValueError(f"zero: params has no array leaf (got {type(params).__name__}: {treedef}).")
