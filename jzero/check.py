@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from jzero.padding import is_concrete
@@ -90,7 +91,7 @@ def _elsewhere(x: jax.Array, layout: Layout) -> str:
     """How an array lives that does not live where the layout wants it."""
     if x.sharding.device_set != set(layout.mesh.devices.flat):
         return f"lives on other devices than the mesh of the layout, with {x.sharding}"
-    if list(x.sharding._device_assignment) != list(layout.mesh.devices.flat):
+    if isinstance(x.sharding, NamedSharding) and list(x.sharding.mesh.devices.flat) != list(layout.mesh.devices.flat):
         return f"lives on the devices of the mesh of the layout in another order, with {x.sharding}"
     return f"lives on the mesh of the layout with {x.sharding}"
 

@@ -130,10 +130,10 @@ class Layout:
         """
         if not isinstance(tx, optax.GradientTransformation):
             raise TypeError(f"tx is a {type(tx).__name__}; wanted an optax optimizer, such as optax.adamw(1e-3).")
-        return self._opt_leaves(tx, jax.config.jax_enable_x64)
+        return self._opt_leaves(tx, str(jax.dtypes.canonicalize_dtype(float)))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
-    def _opt_leaves(self, tx, x64):  # under x64 a state has other dtypes
+    def _opt_leaves(self, tx, default_dtype):  # float64 under x64, where a state has other dtypes
         abstract = self.trainable_treedef.unflatten([leaf.placed("replicated") for leaf in self.trainable])
         keys = [keystr(path) for path, _ in tree_flatten_with_path(abstract)[0]]
         params = dict(zip(keys, self.trainable, strict=True))

@@ -114,8 +114,8 @@ def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformati
             layout.stored(params), layout.stored(opt_state, tx=tx), jnp.zeros((), jnp.int32), key, model_state
         )
 
-    # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together; other backends mind
-    memory.on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together.
+    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
     return jax.jit(born, out_shardings=state_shardings(tx, layout), compiler_options=options)
 
