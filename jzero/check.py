@@ -91,7 +91,8 @@ def _elsewhere(x: jax.Array, layout: Layout) -> str:
     """How an array lives that does not live where the layout wants it."""
     if x.sharding.device_set != set(layout.mesh.devices.flat):
         return f"lives on other devices than the mesh of the layout, with {x.sharding}"
-    if isinstance(x.sharding, NamedSharding) and list(x.sharding.mesh.devices.flat) != list(layout.mesh.devices.flat):
+    order = x.sharding.mesh.devices if isinstance(x.sharding, NamedSharding) else None
+    if order is not None and list(order.flat) != list(layout.mesh.devices.flat):
         return f"lives on the devices of the mesh of the layout in another order, with {x.sharding}"
     return f"lives on the mesh of the layout with {x.sharding}"
 

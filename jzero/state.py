@@ -93,17 +93,17 @@ def init(
         >>> state.params["w"].sharding.spec, state.params["w"].addressable_shards[0].data.shape
         (P(None, 'data'), (64, 1))
     """
-    return compile_init(init_params, tx, layout)(args, key, jax.tree.map(jnp.asarray, model_state))
+    return compile_init(init_params, tx, layout)(*args, key=key, model_state=jax.tree.map(jnp.asarray, model_state))
 
 
 def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformation, layout: Layout) -> Any:
-    """The jitted function behind `init`, of `(args, key, model_state)`, for those who want to look at its program."""
+    """The jitted function behind `init`, for those who want to look at its program."""
 
     def cut(leaf, x):
         sharding = layout.sharding(layout.spec(leaf, layout.stage.opt_state))
         return unpad(lax.with_sharding_constraint(pad(x, leaf.placed(layout.stage.opt_state).shape), sharding), x.shape)
 
-    def born(args, key, model_state):
+    def born(*args, key=None, model_state=None):
         params = init_params(*args)
         check_tree("init_params(...)", params, layout, layout.treedef, layout.leaves, "replicated")
         warn_shared("init_params(...)", params)
