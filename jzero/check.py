@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jzero.stage import Placement
 
 
-def check_structure(what: str, tree: Any, treedef: PyTreeDef) -> list[tuple[Any, Any]]:
+def check_structure(what: str, tree: Any, treedef: PyTreeDef, way_out: str = "") -> list[tuple[Any, Any]]:
     """Returns the paths and leaves of `tree`; raises unless its structure is `treedef`, naming what differs."""
     named, came = tree_flatten_with_path(tree)
     if came == treedef:
@@ -30,8 +30,8 @@ def check_structure(what: str, tree: Any, treedef: PyTreeDef) -> list[tuple[Any,
     parts = [f"{side} {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}" for side, paths in sides if paths]
     detail = "; ".join(parts) or f"the same leaves in other containers: got {came}, wanted {treedef}"
     raise ValueError(
-        f"{what} has another structure than the layout ({len(has)} leaves, wanted {len(wants)}): {detail}. "
-        f"Use the params and the tx that this layout and this state were made with."
+        f"{what} has another structure than wanted ({len(has)} leaves, wanted {len(wants)}): {detail}. "
+        + (way_out or "Use the params and the tx that this layout and this state were made with.")
     )
 
 

@@ -1,17 +1,22 @@
 """Where each leaf lives, and why."""
 
 import io
-from dataclasses import astuple, dataclass, fields
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import PartitionSpec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.memory import leaf_bytes
+from jzero.stream import Gathering
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Row:
         opt_state: PartitionSpec of a leaf of optimizer state with its shape; None if it has none.
         bytes_per_device: Bytes of the leaf on one device.
         reason: Why it is not placed as the stage asks, or padded; empty if it is placed and shaped as asked.
+        gathers: Where a loss gathers it, in the order of the program; empty unless a loss was given.
     """
 
     path: str
@@ -39,6 +45,7 @@ class Row:
     opt_state: PartitionSpec | None
     bytes_per_device: int
     reason: str
+    gathers: tuple[Gathering, ...] = ()
 
 
 class Explanation(tuple[Row, ...]):
@@ -47,7 +54,8 @@ class Explanation(tuple[Row, ...]):
     def __str__(self) -> str:
         """The rows as an aligned table."""
         table = Table(box=box.SIMPLE_HEAD)
-        for field in fields(Row):
+        shown = [field for field in fields(Row) if field.name != "gathers" or any(row.gathers for row in self)]
+        for field in shown:
             table.add_column(
                 field.name,
                 justify="right" if field.name == "bytes_per_device" else "left",
@@ -55,7 +63,7 @@ class Explanation(tuple[Row, ...]):
                 min_width=len(field.name),
             )
         for row in self:
-            table.add_row(*(_text(value) for value in astuple(row)))
+            table.add_row(*(_text(getattr(row, field.name)) for field in shown))
         out = io.StringIO()
         console = Console(file=out, width=10_000)
         console.print(table)
@@ -68,14 +76,41 @@ def _text(value) -> str:
         return f"P({', '.join(map(repr, value))})"
     if value is None:
         return "-"
+    if isinstance(value, tuple) and any(isinstance(x, Gathering) for x in value):
+        return "\n".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value).replace("[", r"\[")
 
 
-def explain(layout: Layout, *, tx: optax.GradientTransformation | None = None) -> Explanation:
+def _merged(gatherings: list[Gathering]) -> tuple[Gathering, ...]:
+    """Gatherings of unrolled blocks, which differ in nothing, as one."""
+    times: Counter[Gathering] = Counter()
+    for gathering in gatherings:
+        times[replace(gathering, times=1)] += gathering.times
+    return tuple(replace(gathering, times=count) for gathering, count in times.items())
+
+
+def explain(
+    layout: Layout,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: Any = None,
+    *,
+    has_aux: bool = False,
+    key: Any = None,
+    model_state: Any = None,
+    tx: optax.GradientTransformation | None = None,
+) -> Explanation:
     """Says for each of the params where it, its gradient and its optimizer state live, and why not as asked.
+
+    With a loss it also says where each leaf is gathered: in which function and line, how often, in which dtype and on
+    how many bytes; and where it had to be gathered early, what was in the way. The loss is traced, and nothing is run.
 
     Args:
         layout: The layout from `zero`.
+        loss_fn: A loss as for `value_and_grad`.
+        batch: Its batch, of arrays or ShapeDtypeStructs.
+        has_aux: As for `value_and_grad`.
+        key: A random key, if the loss takes `key=`.
+        model_state: Model state, if the loss takes `model_state=`.
         tx: With an optimizer, rows for each leaf of its state follow, with paths that begin with "opt_state/".
 
     Returns:
@@ -86,7 +121,12 @@ def explain(layout: Layout, *, tx: optax.GradientTransformation | None = None) -
         >>> print(explain(jzero.zero(params, stage=3, mesh=jzero.make_mesh(data=-1)))[0].reason)
         whole on every device: 3 elements are fewer than min_shard_size=4096
     """
-    stage, sizes = layout.stage, layout.mesh.shape
+    stage, sizes, found = layout.stage, layout.mesh.shape, []
+    if loss_fn is not None:
+        params = layout.treedef.unflatten([leaf.placed(stage.params) for leaf in layout.leaves])
+        asked = {"has_aux": has_aux, "with_key": key is not None, "with_model_state": model_state is not None}
+        program = gradient_program(loss_fn, layout, microbatches=1, **asked, found=found)
+        jax.eval_shape(program, params, batch, key, model_state)
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in layout.batch_axes]
 
     def reasons(leaf):
@@ -108,6 +148,7 @@ def explain(layout: Layout, *, tx: optax.GradientTransformation | None = None) -
             opt_state=layout.spec(leaf, stage.opt_state) if opt_state else None,
             bytes_per_device=leaf_bytes(leaf, placement, layout.shards),
             reason="; ".join(reasons(leaf)),
+            gathers=_merged([gathering for gathering in found if params and gathering.path == leaf.path]),
         )
 
     rows = [row(leaf, stage.params, leaf.path, True, leaf.trainable, leaf.trainable) for leaf in layout.leaves]

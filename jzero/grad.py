@@ -13,7 +13,7 @@ from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
 from jzero.loss import take_apart
 from jzero.model_state import merge, warn_differing
-from jzero.stream import reduces_in_backward, stream
+from jzero.stream import Gathering, reduces_in_backward, stream
 
 
 def value_and_grad(
@@ -108,23 +108,28 @@ def gradient_program(
     has_aux: bool,
     with_key: bool,
     with_model_state: bool,
+    found: list[Gathering] | None = None,
 ) -> Callable[..., Any]:
     """The program behind `value_and_grad`: `(params, batch, key, model_state) -> ((loss, state, aux), grads, differ)`.
 
-    `differ` says for each of `must_agree(model_state)` whether the batch shards returned different values.
+    `differ` says for each of `must_agree(model_state)` whether the batch shards returned different values. Tracing it
+    puts into `found` where leaves are gathered.
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}; wanted an int of 1 or more.")
     stage, parts = layout.stage, layout.batch_shards * microbatches
 
     def objective(leaves, batch, key, model_state):
-        given = ({"key": key} if with_key else {}) | ({"model_state": model_state} if with_model_state else {})
+        own = jax.tree.map(lambda x: x, model_state)  # the loss may change it in place, as nnx and equinox do
+        given = ({"key": key} if with_key else {}) | ({"model_state": own} if with_model_state else {})
         out = loss_fn(layout.treedef.unflatten(leaves), batch, **given)
         total, *sums = take_apart(out, has_aux=has_aux, with_model_state=with_model_state, model_state=model_state)
         return total, tuple(sums)
 
     def gradient(*args):
-        grads, sums, _ = stream(layout, objective, *args)
+        grads, sums, gatherings = stream(layout, objective, *args)
+        if found is not None:
+            found[:] = gatherings
         return grads, sums
 
     def local(shards, batch, key, model_state):
@@ -176,6 +181,8 @@ def gradient_program(
         for name, asked, given in (("key", with_key, key), ("model_state", with_model_state, model_state)):
             if asked and given is None:
                 raise ValueError(f"{name}=None, but with_{name}=True: pass {name}=, or give it to jzero.init.")
+            if given is not None and not asked:
+                raise ValueError(f"{name}= was passed, but the loss does not get it: ask for it with with_{name}=True.")
         key, model_state = key if with_key else None, model_state if with_model_state else None
         value, grads, differ = sharded(jax.tree.leaves(params), batch, key, model_state)
         return value, layout.trainable_treedef.unflatten(grads), differ

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
@@ -240,7 +241,7 @@ class Layout:
 
         Returns:
             The same tree, leaves padded with zeros where the layout stores them padded. Outside of jit these
-            are also placed.
+            are also placed as the layout places them.
 
         Raises:
             ValueError: Another structure or shape.
@@ -250,7 +251,7 @@ class Layout:
         def padded(path, x, leaf):
             _shape_of("stored", path, x, leaf)
             wanted = leaf.placed(placement).shape
-            if tuple(x.shape) == wanted or not is_concrete(x):
+            if tuple(x.shape) == wanted or isinstance(x, Tracer):
                 return pad(x, wanted)
             return jax.jit(pad, static_argnums=1, out_shardings=self.sharding(self.spec(leaf, placement)))(x, wanted)
 

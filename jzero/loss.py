@@ -90,7 +90,7 @@ def take_apart(out: Any, *, has_aux: bool, with_model_state: bool, model_state: 
 
 def _pair(out, form):
     if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"loss_fn returned a {type(out).__name__} ; it was asked for {form}.")
+        raise TypeError(f"loss_fn returned a {type(out).__name__}; it was asked for {form}.")
     return out
 
 

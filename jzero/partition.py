@@ -38,7 +38,7 @@ def combine(trainable: Any, rest: Any) -> Any:
 
     Args:
         trainable: The first tree.
-        rest: The second; it has a leaf exactly where the first has None.
+        rest: The second; it has None where the first has a leaf. A None in both is the user's own.
 
     Returns:
         The tree of both.
@@ -52,9 +52,8 @@ def combine(trainable: Any, rest: Any) -> Any:
     """
 
     def either(path, a, b):
-        if (a is None) == (b is None):
-            both = "neither tree has" if a is None else "both trees have"
-            raise ValueError(f"combine: {both} a leaf at {jax.tree_util.keystr(path) or 'the root'}.")
+        if a is not None and b is not None:
+            raise ValueError(f"combine: both trees have a leaf at {jax.tree_util.keystr(path) or 'the root'}.")
         return b if a is None else a
 
     return jax.tree_util.tree_map_with_path(either, trainable, rest, is_leaf=lambda x: x is None)

@@ -110,14 +110,19 @@ def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformati
         # Random bits take several times the memory of the numbers made of them: each device makes its own part only.
         params = layout.treedef.unflatten(map(cut, layout.leaves, jax.tree.leaves(params)))
         opt_state = tx.init(partition(params, layout)[0])
-        return TrainState(
-            layout.stored(params), layout.stored(opt_state, tx=tx), jnp.zeros((), jnp.int32), key, model_state
-        )
+        params, opt_state = layout.stored(params), layout.stored(opt_state, tx=tx)
+        return jax.tree.map(_strong, TrainState(params, opt_state, jnp.zeros((), jnp.int32), key, model_state))
 
     # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together.
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
     return jax.jit(born, out_shardings=state_shardings(tx, layout), compiler_options=options)
+
+
+def _strong(x):
+    """Without the weak type of a Python number, which the first step would change, and so compile a second time."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return x if is_key else lax.convert_element_type(x, x.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

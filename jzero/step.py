@@ -35,7 +35,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step and returns the new state and the metrics; `state` is donated and must not be used again."""
         # The state that this step returned fits, and looking at each of its arrays again would cost every step.
-        if self._returned is None or self._returned() is not state:
+        if self._returned is None or self._returned() is not state or state.step.is_deleted():
             self._check_state(state)
         self._check_batch(batch)
         self._report()
@@ -123,7 +123,8 @@ def train_step(
 
     def update(state: TrainState, batch: Any):
         key = jax.random.fold_in(state.key, state.step) if with_key and state.key is not None else None
-        (loss, model_state, aux), grads, differ = program(state.params, batch, key, state.model_state)
+        before = state.model_state if with_model_state else None
+        (loss, model_state, aux), grads, differ = program(state.params, batch, key, before)
         norm = global_norm(layout.logical(grads))
         factor = jnp.ones_like(norm) if clip_norm is None else jnp.minimum(1, clip_norm / (norm + 1e-6))
         if clip_norm is not None:

@@ -48,6 +48,11 @@ class Gathering:
     times: int
     early: str
 
+    def __str__(self) -> str:
+        """One line, as in "forward: 3 x 1,024 bytes of bfloat16 in block (model.py:31)"."""
+        early = f", early because of {self.early}" if self.early else ""
+        return f"{self.phase}: {self.times} x {self.bytes:,} bytes of {self.dtype} in {self.where}{early}"
+
 
 @dataclass
 class Run:

@@ -125,15 +125,18 @@ def _trained(named, treedef, trainable) -> list[bool]:
         chosen, how = able, "no leaf is floating or complex"
     elif callable(trainable):
         chosen = [bool(trainable(_name(path), leaf)) for path, leaf in named]
-        how = f"the predicate trainable is false for each, from {_name(named[0][0])!r} to {_name(named[-1][0])!r}"
+        how = "the predicate trainable is false for each"
     else:
-        mask = check_structure("trainable", trainable, treedef)
+        mask = check_structure("trainable", trainable, treedef, "Give it True or False at each leaf of params.")
         for path, value in mask:
             if not isinstance(value, bool | jnp.bool_):
                 raise TypeError(f"zero: trainable{keystr(path)} is {value!r}; a mask has True or False at each leaf.")
         chosen, how = [bool(value) for _, value in mask], "the mask trainable is False everywhere"
     if not any(chosen):
-        raise ValueError(f"zero: none of the {len(named)} leaves of params would be trained: {how}.")
+        raise ValueError(
+            f"zero: none of the {len(named)} leaves of params would be trained: {how}. Paths look like "
+            f"{_name(named[0][0])!r}; jzero.explain(jzero.zero(params, ...)) lists them."
+        )
     for (path, leaf), one, can in zip(named, chosen, able, strict=True):
         if one and not can:
             raise TypeError(

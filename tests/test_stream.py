@@ -1,0 +1,224 @@
+"""Gathers at their use and reductions at their birth: right numbers, exact counts, little memory."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jzero
+from tests import models
+from tests.models import D, F, L, V
+
+MESHES = [{"data": 8}, {"replica": 2, "data": 4}, {"data": 3}, {"data": 1}]
+KEEP = 30  # every leaf of tests.models is larger
+
+
+def layout_of(params, axes, stage, **options):
+    mesh = jzero.make_mesh(devices=jax.devices()[: math.prod(axes.values())], **axes)
+    replica = tuple(axis for axis in axes if axis == "replica")
+    return jzero.zero(params, stage=stage, mesh=mesh, replica_axes=replica, **({"min_shard_size": KEEP} | options))
+
+
+def placed(params, layout):
+    return jax.device_put(layout.stored(params), layout.param_shardings)
+
+
+@functools.cache
+def reference(name):
+    params = models.init_params(jax.random.key(0))
+    return params, jax.jit(jax.value_and_grad(models.loss(name)))(params, models.batch())
+
+
+def check(name, axes, stage, microbatches=1, **options):
+    params, (loss0, grads0) = reference(name)
+    layout = layout_of(params, axes, stage, **options)
+    program = jzero.value_and_grad(models.loss(name), layout, microbatches=microbatches)
+    loss, grads = program(placed(params, layout), models.batch())
+    grads = layout.logical(grads, replicate=True)
+    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(grads0))
+    errors = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()) / scale, grads, grads0)
+    assert max(jax.tree.leaves(errors)) < 1e-12, errors
+    assert abs(float(loss - loss0)) < 1e-12
+
+
+NAMES = sorted(models.BODIES)
+COVER = [(name, MESHES[i % 3], 3 - (i // 3) % 2, 1 + i % 2, i % 4 != 1) for i, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize(("name", "axes", "stage", "microbatches", "regather"), COVER)
+def test_gradients_are_those_of_one_device(x64, name, axes, stage, microbatches, regather):
+    check(name, axes, stage, microbatches, regather=regather)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_one_device_everywhere(x64, name):
+    for axes, stage, microbatches, regather in itertools.product(MESHES, (2, 3), (1, 2), (True, False)):
+        if stage == 3 or regather:
+            check(name, axes, stage, microbatches, regather=regather)
+
+
+def counts(name, stage, **options):
+    """Counts of gathers and scatters by shape in the lowered program, reductions of unused leaves included."""
+    params = models.init_params(jax.random.key(0))
+    layout = layout_of(params, {"data": 8}, stage, **options)
+    program = jax.jit(jzero.value_and_grad(models.loss(name), layout))
+    abstract = [leaf.placed(layout.stage.params) for leaf in layout.leaves]
+    rows = jzero.audit.collectives(program.lower(layout.treedef.unflatten(abstract), models.batch()), layout.mesh)
+    assert all(row.exact for row in rows)
+    kinds = {"all-gather": {}, "reduce-scatter": {}, "all-reduce": {}}
+    for row in rows:
+        kinds[row.kind][row.shape] = row.count
+    return kinds["all-gather"], kinds["reduce-scatter"], kinds["all-reduce"]
+
+
+UP, DOWN, BIAS = (D, F), (F, D), (D,)
+
+
+@pytest.mark.parametrize("name", ["scan", "remat", "remat_saving_dots", "remat_saving_all"])
+def test_scanned_blocks_are_gathered_one_by_one(name):
+    gathers, scatters, reduces = counts(name, 3)
+    # The backward pass does not need the value of a bias, and takes the tied table once more.
+    assert gathers == {UP: 2 * L, DOWN: 2 * L, BIAS: L, (V, D): 2}
+    assert {shape: scatters[shape] for shape in gathers} == {UP: L, DOWN: L, BIAS: L, (V, D): 1}
+    assert reduces == {(): 1}
+
+
+@pytest.mark.parametrize("name", ["unrolled", "unrolled_remat"])
+def test_unrolled_blocks_are_gathered_one_by_one(name):
+    gathers, scatters, _ = counts(name, 3)
+    assert gathers == {(1, *UP): 2 * L, (1, *DOWN): 2 * L, (1, *BIAS): L, (V, D): 2}
+    assert {shape: scatters[shape] for shape in (UP, DOWN, BIAS)} == {UP: L, DOWN: L, BIAS: L}
+
+
+@pytest.mark.parametrize(("name", "one"), [("scan", ()), ("remat", ()), ("unrolled", (1,)), ("unrolled_remat", (1,))])
+def test_kept_leaves_are_gathered_once(name, one):
+    gathers, _, _ = counts(name, 3, regather=False)
+    assert gathers == {(*one, *UP): L, (*one, *DOWN): L, (*one, *BIAS): L, (V, D): 1}
+    gathers, _, _ = counts(name, 3, regather=[("*/up", False), ("blocks/*", True)])
+    assert gathers == {(*one, *UP): L, (*one, *DOWN): 2 * L, (*one, *BIAS): L, (V, D): 2}
+
+
+@pytest.mark.parametrize("name", ["scan", "remat", "unrolled", "unrolled_remat"])
+def test_stage_2_reduces_each_block_where_it_is_born(name):
+    gathers, scatters, _ = counts(name, 2)
+    assert not gathers
+    assert {shape: scatters[shape] for shape in (UP, DOWN, BIAS, (V, D))} == {UP: L, DOWN: L, BIAS: L, (V, D): 1}
+
+
+def test_stage_1_reduces_whole_leaves_at_the_end():
+    _, scatters, _ = counts("remat", 1)
+    assert scatters[L, D, F] == scatters[L, F, D] == scatters[L, D] == 1
+
+
+def test_shared_weight_is_gathered_once_a_pass_and_reduced_once():
+    gathers, scatters, _ = counts("shared", 3)
+    assert gathers == {(D, D): 2, (V, D): 2}
+    assert scatters[D, D] == 1
+
+
+def test_nested_scans():
+    gathers, scatters, _ = counts("nested", 3)
+    # Forward, recomputation, backward: the inner loop is not rematerialised by itself.
+    assert gathers == {(D, D): 3 * 2 * L, (V, D): 2}
+    assert scatters[D, D] == 2 * L + 1  # and the unused square
+
+
+def casted(params, batch):
+    def block(x, w):
+        return x + jax.nn.gelu(x @ w["up"].astype(jnp.bfloat16)) @ w["down"].astype(jnp.bfloat16), None
+
+    x = params["table"].astype(jnp.bfloat16)[batch["tokens"]]
+    x, _ = lax.scan(jax.checkpoint(block), x, {name: params["blocks"][name] for name in ("up", "down")})
+    return jnp.mean((x @ params["square"].T.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+
+def test_a_cast_moves_in_front_of_the_gather_and_behind_the_reduction():
+    params = models.init_params(jax.random.key(0))
+    layout = layout_of(params, {"data": 8}, 3)
+    program = jax.jit(jzero.value_and_grad(casted, layout))
+    rows = jzero.audit.collectives(program.lower(placed(params, layout), models.batch()), layout.mesh)
+    used = {UP, DOWN, (V, D), (D, D)}
+    assert {row.dtype for row in rows if row.shape in used} == {"bfloat16"}
+    assert {row.shape: row.count for row in rows if row.kind == "all-gather"} == {
+        UP: 2 * L,
+        DOWN: 2 * L,
+        (V, D): 1,
+        (D, D): 2,
+    }
+
+
+def test_what_is_gathered_early_is_said():
+    params = models.init_params(jax.random.key(0))
+
+    def early(name):
+        rows = jzero.explain(layout_of(params, {"data": 8}, 3), models.loss(name), models.batch())
+        return {row.path: {gathering.early for gathering in row.gathers} for row in rows if row.gathers}
+
+    assert early("remat") == {"blocks/up": {""}, "blocks/down": {""}, "blocks/bias": {""}, "table": {""}}
+    assert early("cond")["square"] == {"cond"}
+    assert early("while")["square"] == {"while"}
+    assert early("scanned_first")["first"] == {"scan"}
+
+
+def test_explanation_names_the_line_of_the_use():
+    params = models.init_params(jax.random.key(0))
+    rows = jzero.explain(layout_of(params, {"data": 8}, 3), models.loss("remat"), models.batch())
+    up = next(row for row in rows if row.path == "blocks/up")
+    assert [(g.phase, g.times, g.bytes, g.dtype) for g in up.gathers] == [
+        ("forward", L, 4 * D * F, "float32"),
+        ("backward", L, 4 * D * F, "float32"),
+    ]
+    assert all(g.where.startswith("block (models.py:") for g in up.gathers)
+    assert "forward: 3 x 4,608 bytes of float32 in block (models.py:" in str(rows)
+
+
+def test_marked_leaves_are_gathered_at_the_mark():
+    params = models.init_params(jax.random.key(0))
+    rows = jzero.explain(layout_of(params, {"data": 8}, 3), models.loss("marked"), models.batch())
+    up = next(row for row in rows if row.path == "blocks/up")
+    assert [g.where.split(" ")[0] for g in up.gathers] == ["_marked", "block"]
+    np.testing.assert_array_equal(jzero.gather(params["square"]), params["square"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_grows_by_activations_only(stage):
+    """24 blocks against 12: what a block adds is its input, and in no case its weights or its gradient."""
+    d, f, tokens, examples = 64, 256, 32, 2
+
+    def loss_fn(params, batch):
+        def block(x, w):
+            return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+        x, _ = lax.scan(jax.checkpoint(block), params["table"][batch], params["blocks"])
+        return jnp.mean(jax.nn.logsumexp(x @ params["table"].T, axis=-1))
+
+    def temp(depth):
+        shapes = {"table": (128, d), "blocks": {"up": (depth, d, f), "down": (depth, f, d)}}
+        params = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, "float32"), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        layout = layout_of(params, {"data": 8}, stage)
+        program = jax.jit(jzero.value_and_grad(loss_fn, layout), out_shardings=(None, layout.grad_shardings))
+        params = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, layout.param_shardings
+        )
+        batch = jax.ShapeDtypeStruct((8 * examples, tokens), "int32", sharding=layout.sharding(layout.batch_spec))
+        return program.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+
+    activations, weights = 4 * examples * tokens * d, 4 * 2 * d * f
+    assert temp(24) - temp(12) <= 12 * activations * 1.01
+    # Not more than two whole blocks, and what the loss itself needs, on top of the activations.
+    loss_and_block = 4 * examples * tokens * (3 * 128 + 6 * f) + 4 * 3 * 128 * d
+    assert temp(12) <= 12 * activations + 2 * weights + loss_and_block
+
+
+def test_patterns_that_match_nothing():
+    params = models.init_params(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"pattern 'block/\*' that matches none of the 8 paths .* 'blocks/bias'"):
+        layout_of(params, {"data": 8}, 3, regather=[("block/*", False)])
