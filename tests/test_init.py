@@ -143,7 +143,10 @@ def test_existing_params_are_copied(stage, where):
     params = {
         "numpy": lambda: jax.tree.map(np.copy, values),
         "not committed": lambda: jax.tree.map(jnp.asarray, values),
-        "as the layout wants": lambda: jax.device_put(values, layout.param_shardings),
+        # Logical shapes are what init takes: a padded leaf is whole, the others are where the layout wants them.
+        "as the layout wants": lambda: layout.logical(
+            jax.device_put(layout.stored(values), layout.param_shardings), replicate=True
+        ),
         "whole on the mesh": lambda: jax.device_put(values, layout.sharding(P())),
     }[where]()
 
@@ -161,5 +164,6 @@ def test_existing_params_are_copied(stage, where):
     jax.tree.map(np.testing.assert_array_equal, params, values)
     # And they make another first state.
     again = jzero.init(lambda p: p, tx, layout, params)
-    jax.tree.map(np.testing.assert_array_equal, again.params, values)
+    jax.tree.map(np.testing.assert_array_equal, layout.logical(again.params, replicate=True), values)
+    jax.tree.map(np.testing.assert_array_equal, again.params, layout.stored(values))
     assert memory.live_bytes(again.params) == dict.fromkeys(jax.devices(), memory.stored_bytes(layout, tx).params)

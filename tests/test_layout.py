@@ -1,4 +1,4 @@
-"""Where each leaf lives: the rule, the trees of specs, batches, the explanation, and bytes on live arrays."""
+"""Where each leaf lives: the rule, the trees of specs, batches, and bytes on live arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -21,42 +21,63 @@ def abstract(*shape, dtype="float32"):
 
 
 @pytest.mark.parametrize(
-    ("shape", "shards", "min_shard_size", "dim"),
+    ("shape", "shards", "min_shard_size", "dim", "stored"),
     [
-        ((64, 32), 8, 0, 1),  # not the first dim, though it is larger
-        ((64, 7), 8, 0, 0),  # the first where no other divides
-        ((64,), 8, 0, 0),
-        ((3, 16, 48), 8, 0, 2),  # the largest
-        ((3, 48, 16), 8, 0, 1),
-        ((4, 16, 16), 8, 0, 1),  # the earlier among equals
-        ((48, 3, 8), 8, 0, 2),
-        ((6, 9), 3, 0, 1),
-        ((6, 8), 3, 0, 0),
-        ((7, 9), 8, 0, None),
-        ((), 8, 0, None),
-        ((), 1, 0, None),
-        ((0, 8), 8, 1, None),
-        ((8, 0), 8, 0, 0),  # nothing divides into nothing: a dim of no length is never cut
-        ((1, 1), 8, 0, None),
-        ((5, 7), 1, 0, 1),  # one shard divides all
-        ((64, 64), 8, 4096, 1),
-        ((64, 64), 8, 4097, None),
-        ((8,), 8, 8, 0),
-        ((8,), 8, 9, None),
+        ((64, 32), 8, 0, 1, None),  # not the first dim, though it is larger
+        ((64, 7), 8, 0, 0, None),  # the first where no other divides
+        ((64,), 8, 0, 0, None),
+        ((3, 16, 48), 8, 0, 2, None),  # the largest
+        ((3, 48, 16), 8, 0, 1, None),
+        ((4, 16, 16), 8, 0, 1, None),  # the earlier among equals
+        ((48, 3, 8), 8, 0, 2, None),
+        ((6, 9), 3, 0, 1, None),
+        ((6, 8), 3, 0, 0, None),
+        ((7, 9), 8, 0, 0, (8, 9)),  # where none divides, the one that grows least
+        ((9, 7), 8, 0, 1, (9, 8)),
+        ((3, 5, 5), 8, 0, 1, (3, 8, 5)),  # the earlier among equals
+        ((7, 7), 8, 0, 1, (7, 8)),  # but not the first dim
+        ((3,), 8, 0, 0, (8,)),
+        ((), 8, 0, None, None),
+        ((), 1, 0, None, None),
+        ((0, 8), 8, 1, None, None),
+        ((8, 0), 8, 0, None, None),
+        ((1, 1), 8, 0, 1, (1, 8)),
+        ((5, 7), 1, 0, 1, None),  # one shard divides all
+        ((64, 64), 8, 4096, 1, None),
+        ((64, 64), 8, 4097, None, None),
+        ((8,), 8, 8, 0, None),
+        ((8,), 8, 9, None, None),
+        ((7,), 8, 7, 0, (8,)),  # the size that counts is without padding
+        ((7,), 8, 8, None, None),
     ],
 )
-def test_dim_that_is_cut(shape, shards, min_shard_size, dim):
-    leaf = place("['w']", abstract(*shape), shards, min_shard_size)
+def test_dim_that_is_cut(shape, shards, min_shard_size, dim, stored):
+    """`stored` is given where it is not `shape`."""
+    leaf = place("w", abstract(*shape), shards, min_shard_size, padded=True)
     assert leaf.dim == dim
-    assert bool(leaf.reason) == (dim is None)
-    wanted = tuple(size // shards if d == dim else size for d, size in enumerate(shape))
-    assert leaf.shard_shape(shards) == wanted
+    assert bool(leaf.reason) == (dim is None or stored is not None)
+    assert (leaf.shape, leaf.stored) == (shape, stored or shape)
+    assert leaf.local("replicated", shards) == shape
+    wanted = tuple(size // shards if d == dim else size for d, size in enumerate(stored or shape))
+    assert leaf.local("sharded", shards) == wanted
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (3,), (1, 1), (3, 5, 5)])
+def test_without_padding_a_leaf_that_does_not_divide_stays_whole(shape):
+    leaf = place("w", abstract(*shape), 8, 0, padded=False)
+    assert (leaf.dim, leaf.stored, leaf.local("sharded", 8)) == (None, shape, shape)
+    assert leaf.reason == f"whole on every device: no dim of {shape} divides by 8"
 
 
 def test_reasons_say_what_is_wrong_with_the_leaf():
-    assert place("", abstract(), 8, 0).reason == "a scalar stays whole"
-    assert place("", abstract(7, 9), 8, 0).reason == "no dim of (7, 9) divides by 8"
-    assert place("", abstract(8, 2), 8, 17).reason == "16 elements are fewer than min_shard_size=17"
+    def reason(leaf, min_shard_size=0):
+        return place("", leaf, 8, min_shard_size, padded=True).reason
+
+    assert reason(abstract()) == "whole on every device: a scalar"
+    assert reason(abstract(8, 0)) == "whole on every device: no elements"
+    assert reason(abstract(7, 9)) == "no dim of (7, 9) divides by 8: stored padded to (8, 9)"
+    assert reason(abstract(8, 2), 17) == "whole on every device: 16 elements are fewer than min_shard_size=17"
+    assert reason(jax.random.key(0)) == "whole on every device: key<fry> has no elements that could be cut"
 
 
 # The trees
@@ -66,7 +87,7 @@ PARAMS = {
     "layers": [{"w": abstract(3, 8, 16), "b": abstract(3, 5)}],
     "scale": abstract(),
 }
-CUT = {"embed": P(None, "data"), "layers": [{"w": P(None, None, "data"), "b": P()}], "scale": P()}
+CUT = {"embed": P(None, "data"), "layers": [{"w": P(None, None, "data"), "b": P("data")}], "scale": P()}
 WHOLE = {"embed": P(), "layers": [{"w": P(), "b": P()}], "scale": P()}
 
 
@@ -116,7 +137,7 @@ def test_arrays_and_abstract_leaves_make_the_same_layout():
     arrays = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), PARAMS)
     from_arrays, from_shapes = (jzero.zero(tree, stage=3, mesh=mesh, min_shard_size=0) for tree in (arrays, PARAMS))
     assert from_arrays == from_shapes
-    assert from_arrays.abstract_params == PARAMS
+    assert from_arrays.treedef.unflatten([leaf.placed("replicated") for leaf in from_arrays.leaves]) == PARAMS
 
 
 def test_a_layout_cannot_be_changed_and_can_be_a_key():
@@ -126,11 +147,28 @@ def test_a_layout_cannot_be_changed_and_can_be_a_key():
     assert {layout: 1}[jzero.zero(PARAMS, stage=3, mesh=jzero.make_mesh(data=-1))] == 1
 
 
-def test_logical_and_stored_are_inverse_and_keep_the_values():
-    layout = jzero.zero({"w": abstract(7, 9)}, stage=3, mesh=jzero.make_mesh(data=-1))
+@pytest.mark.parametrize(("min_shard_size", "rows"), [(0, 8), (64, 7)], ids=["padded", "whole"])
+def test_logical_and_stored_are_inverse_and_keep_the_values(min_shard_size, rows):
+    layout = jzero.zero({"w": abstract(7, 9)}, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=min_shard_size)
     tree = {"w": jnp.arange(63.0).reshape(7, 9)}
-    for there_and_back in (layout.logical(layout.stored(tree)), layout.stored(layout.logical(tree))):
-        np.testing.assert_array_equal(there_and_back["w"], tree["w"])
+    stored = layout.stored(tree)
+    np.testing.assert_array_equal(stored["w"], np.pad(tree["w"], [(0, rows - 7), (0, 0)]))
+    logical = layout.logical(stored, replicate=True)
+    np.testing.assert_array_equal(logical["w"], tree["w"])
+    np.testing.assert_array_equal(layout.stored(logical)["w"], stored["w"])
+
+
+def test_leaves_that_cannot_be_trained_are_kept_and_cut_like_others():
+    params = {"ids": abstract(16, dtype="int32"), "mask": abstract(3, dtype="bool")}
+    params["wave"] = abstract(8, 8, dtype="complex64")
+    layout = jzero.zero(params, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
+    assert layout.param_specs == {"ids": P("data"), "mask": P("data"), "wave": P(None, "data")}
+    assert layout.grad_specs == {"ids": None, "mask": None, "wave": P(None, "data")}
+    assert layout.opt_specs(optax.sgd(0.1, momentum=0.9))[0].trace == layout.grad_specs
+    ids, mask, wave = jzero.explain(layout)
+    assert ids.reason == "not trained: no gradient and no optimizer state"
+    assert mask.reason == f"no dim of (3,) divides by 8: stored padded to (8,); {ids.reason}"
+    assert wave.reason == ""
 
 
 # Batches
@@ -171,75 +209,6 @@ def test_batch_from_other_devices_is_moved():
     np.testing.assert_array_equal(batch, np.arange(8.0))
 
 
-# The explanation
-
-EXPLAINED = {
-    "block": [{"w": abstract(64, 128)}, {"w": abstract(63, 65, dtype="bfloat16")}],
-    "scale": abstract(),
-    "small": abstract(8),
-}
-
-
-def test_explanation_of_stage_3():
-    rows = jzero.explain(jzero.zero(EXPLAINED, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=64))
-    large, odd, scale, small = rows
-    assert (large.path, large.shape, large.stored_shape) == ("['block'][0]['w']", (64, 128), (64, 128))
-    assert (large.params, large.grads, large.opt_state) == (P(None, "data"),) * 3
-    assert (large.dtype, large.bytes_per_device, large.reason) == (np.dtype("float32"), 64 * 128 * 4 // 8, "")
-    assert (odd.path, odd.dtype) == ("['block'][1]['w']", jnp.dtype("bfloat16"))
-    assert (odd.params, odd.grads, odd.opt_state, odd.bytes_per_device) == (P(), P(), P(), 63 * 65 * 2)
-    assert odd.reason == "whole on every device: no dim of (63, 65) divides by 8"
-    assert (scale.shape, scale.bytes_per_device) == ((), 4)
-    assert scale.reason == "whole on every device: a scalar stays whole"
-    assert small.reason == "whole on every device: 8 elements are fewer than min_shard_size=64"
-
-
-@pytest.mark.parametrize(
-    ("stage", "specs"), [(0, (P(), P())), (1, (P(), P(None, "data"))), (2, (P(), P(None, "data")))]
-)
-def test_explanation_of_whole_params(stage, specs):
-    rows = jzero.explain(jzero.zero(EXPLAINED, stage=stage, mesh=jzero.make_mesh(data=-1), min_shard_size=64))
-    params, cut = specs
-    assert (rows[0].params, rows[0].grads, rows[0].opt_state) == (params, cut, cut)
-    assert rows[0].bytes_per_device == 64 * 128 * 4
-    assert rows[0].reason == ""  # whole params are what these stages ask for
-    assert bool(rows[1].reason) == (stage > 0)  # and at stage 0 whole optimizer state, too
-
-
-def test_explanation_names_axes_that_repeat_everything():
-    mesh = jzero.make_mesh(replica=2, data=2, idle=2)
-    rows = jzero.explain(jzero.zero(EXPLAINED, stage=3, mesh=mesh, replica_axes=("replica",)))
-    assert all("mesh axis 'idle'" in row.reason for row in rows)
-    assert not any("'replica'" in row.reason for row in rows)
-
-
-def test_explanation_prints_as_an_aligned_table():
-    rows = jzero.explain(jzero.zero(EXPLAINED, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=64))
-    head, rule, *lines = (line for line in str(rows).splitlines() if line)
-    columns = ["path", "shape", "stored_shape", "dtype", "params", "grads", "opt_state", "bytes_per_device", "reason"]
-    assert head.split() == columns
-    assert set(rule.strip()) == {"─"}
-    assert len(lines) == len(rows)
-    for line, row in zip((line.ljust(len(head)) for line in lines), rows, strict=True):
-        for column in columns:
-            value = getattr(row, column)
-            text = {int: "{:,}"}.get(type(value), "{}").format(value)
-            if isinstance(value, P):
-                text = f"P({', '.join(map(repr, value))})"
-            start = head.index(column)
-            if column == "bytes_per_device":
-                end = start + len(column)
-                assert line[:end].endswith(f" {text}")
-            else:
-                assert line[start:].startswith(text)
-                assert line[start - 1] == " "
-
-
-def test_a_path_with_brackets_is_no_markup():
-    layout = jzero.zero({"bold": {"red": abstract(8)}}, stage=0, mesh=jzero.make_mesh(data=-1))
-    assert "['bold']['red']" in str(jzero.explain(layout))
-
-
 # Bytes
 
 BLOCKS = {"embed": (64, 16), "layers": [(3, 16, 64), (3, 64, 16)], "norm": (16,)}  # all divide by 8
@@ -278,7 +247,7 @@ def test_adams_bytes_on_live_arrays_are_those_of_the_formulas(axes, shards, stag
 
 
 def test_bytes_of_mixed_leaves_and_an_optimizer_with_other_shapes():
-    """Leaves that stay whole, two dtypes, and Adafactor's means: the layout's bytes are still those of live arrays."""
+    """Leaves that stay whole or are padded, two dtypes, and Adafactor's means: the layout's bytes are still those of live arrays."""
     shapes = {"w": (16, 24), "odd": (7, 9), "scale": (), "b": (24,)}
     params = random_params(shapes) | {"half": jnp.ones((8, 8), jnp.bfloat16)}
     mesh = jzero.make_mesh(devices=jax.devices()[2:6], data=4)
@@ -288,7 +257,7 @@ def test_bytes_of_mixed_leaves_and_an_optimizer_with_other_shapes():
     stored = memory.stored_bytes(layout, tx)
     assert memory.live_bytes(state.params) == dict.fromkeys(jax.devices()[2:6], stored.params)
     assert memory.live_bytes(state.opt_state) == dict.fromkeys(jax.devices()[2:6], stored.opt_state)
-    assert stored.params == 16 * 24 * 4 // 4 + 7 * 9 * 4 + 4 + 24 * 4 + 8 * 8 * 2 // 4
+    assert stored.params == 16 * 24 * 4 // 4 + 8 * 9 * 4 // 4 + 4 + 24 * 4 + 8 * 8 * 2 // 4
     assert stored.params == sum(row.bytes_per_device for row in jzero.explain(layout))
 
 

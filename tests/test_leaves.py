@@ -175,14 +175,16 @@ def test_a_predicate_sees_each_path_and_leaf():
     }
 
 
-@pytest.mark.parametrize("stage, gathers", [(1, 0), (2, 0), (3, 5)])
+@pytest.mark.parametrize("stage, gathers", [(1, 0), (2, 0), (3, 5 + 2)])
 def test_frozen_leaves_are_gathered_but_not_reduced(stage, gathers, x64):
     layout = jzero.zero(blocks(), stage=stage, mesh=make_mesh(), min_shard_size=0, trainable=MASKS["mask"])
     params, tokens = put(layout, blocks()), np.zeros(16, int)
     rows = collectives(jax.jit(jzero.value_and_grad(loss_of_blocks, layout)).lower(params, tokens), layout.mesh)
     count = {kind: sum(row.count for row in rows if row.kind == kind) for kind in ("all-gather", "reduce-scatter")}
     assert count == {"all-gather": gathers, "reduce-scatter": 2}
-    assert sorted(row.shape for row in rows if row.kind == "reduce-scatter") == [(8, 16), (16,)]
+    # Where it is born, the gradient of a kernel is transposed.
+    kernel = (8, 16) if stage == 1 else (16, 8)
+    assert sorted(row.shape for row in rows if row.kind == "reduce-scatter") == sorted([kernel, (16,)])
     assert [row.shape for row in rows if row.kind == "all-reduce"] == [()]  # the loss
 
 
@@ -198,7 +200,7 @@ def test_a_leaf_used_twice_is_reduced_once(stage, x64):
     layout = jzero.zero(params, stage=stage, mesh=make_mesh(), min_shard_size=0)
     lowered = jax.jit(jzero.value_and_grad(loss_fn, layout)).lower(put(layout, params), tokens)
     counts = [(row.kind, row.shape, row.count) for row in collectives(lowered, layout.mesh)]
-    gather = [("all-gather", (16, 8), 1)] if stage == 3 else []
+    gather = [("all-gather", (16, 8), 2)] if stage == 3 else []  # once in the forward pass, once in the backward pass
     assert counts == [*gather, ("reduce-scatter", (16, 8), 1), ("all-reduce", (), 1)]
     _, grads = lowered.compile()(put(layout, params), tokens)
     np.testing.assert_allclose(grads["embed"], jax.jit(jax.grad(loss_fn))(params, tokens)["embed"], rtol=0, atol=1e-13)
