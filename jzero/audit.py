@@ -68,8 +68,8 @@ class Collective:
     def wire_bytes(self) -> float:
         """Bytes that each device sends: `bytes` times (n - 1) / n in a group of n, twice that for an all-reduce.
 
-        This is what ring algorithms send, and the least that any can (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-        algorithms for clusters of workstations", 2009). A permute or a broadcast sends the array once.
+        This is what ring algorithms send, and no all-reduce can do with less (Patarasuk and Yuan, "Bandwidth optimal
+        all-reduce algorithms for clusters of workstations", 2009). A permute or a broadcast sends the array once.
         """
         if self.kind not in _RING:
             return float(self.bytes)

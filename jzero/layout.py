@@ -129,7 +129,7 @@ class Layout:
         view. Paths are used rather than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no
         arrays, and so fails for an optimizer that looks at its params.
         """
-        if not isinstance(tx, optax.GradientTransformation):
+        if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             raise TypeError(f"tx is a {type(tx).__name__}; wanted an optax optimizer, such as optax.adamw(1e-3).")
         return self._opt_leaves(tx, str(jax.dtypes.canonicalize_dtype(float)))
 

@@ -66,7 +66,7 @@ def init(
     """Makes the first `TrainState`, born sharded: no device ever holds more of it than it keeps.
 
     `init_params(*args)` and `tx.init` are compiled as one program whose outputs have the layout's placements. Each
-    device computes its own shards; at stages 1 and 2 the params are then gathered (M elements). An initialiser may need
+    device computes its own shards; at stages 0 to 2 the params are then gathered (M elements). An initialiser may need
     more: one that decomposes a matrix (orthogonal and its kind) builds it whole on every device.
 
     Args:
@@ -100,8 +100,8 @@ def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformati
     """The jitted function behind `init`, for those who want to look at its program."""
 
     def cut(leaf, x):
-        sharding = layout.sharding(layout.spec(leaf, layout.stage.opt_state))
-        return unpad(lax.with_sharding_constraint(pad(x, leaf.placed(layout.stage.opt_state).shape), sharding), x.shape)
+        sharding = layout.sharding(layout.spec(leaf, "sharded"))
+        return unpad(lax.with_sharding_constraint(pad(x, leaf.stored), sharding), x.shape)
 
     def born(*args, key=None, model_state=None):
         params = init_params(*args)

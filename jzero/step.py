@@ -23,8 +23,8 @@ class TrainStep:
 
     Attributes:
         jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics, differ)` that it runs, donating `state`;
-            `differ` says which leaves of the model state were not the same on all batch shards.
-        wait: Whether each call waits until its loss is there.
+            `differ` says which leaves of the model state were not the same on all batch shards; None if all can be
+        averaged. wait: Whether each call waits until its loss is there.
     """
 
     def __init__(self, jitted: Callable, check_state: Callable, check_batch: Callable, wait: bool):
@@ -41,7 +41,7 @@ class TrainStep:
         self._report()
         state, metrics, differ = self.jitted(state, batch)
         self._returned = weakref.ref(state)
-        self._pending = (state.model_state, differ) if differ.size else None
+        self._pending = None if differ is None else (state.model_state, differ)
         if self.wait:
             jax.block_until_ready(metrics["loss"])
             self._report()
@@ -133,7 +133,7 @@ def train_step(
             state = replace(state, model_state=model_state)
         state = apply_gradients(state, grads, tx, layout)
         metrics = {"loss": loss, "grad_norm": norm, "clipped": factor < 1, "step": state.step}
-        return state, metrics | ({"aux": aux} if has_aux else {}), differ
+        return state, metrics | ({"aux": aux} if has_aux else {}), differ if differ.size else None
 
     shardings = state_shardings(tx, layout)
     jitted = jax.jit(

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jzero.collectives import gather, scatter
+from jzero.collectives import all_reduce, gather, scatter
 from jzero.jaxprs import bind, has_jaxpr, inner_jaxpr, is_var, source_of, split_scan
 from jzero.layout import Layout
 from jzero.rules import Leaf
@@ -86,8 +86,11 @@ def gather_here(tree: Any) -> Any:
 
 
 def reduces_in_backward(layout: Layout, leaf: Leaf) -> bool:
-    """Whether a leaf's gradient is reduced in each backward pass: if the stage says so and it ends as a shard."""
-    return layout.stage.reduce == "block" and layout.stage.grads == "sharded" and leaf.dim is not None
+    """Whether a leaf's gradient is reduced in each backward pass.
+
+    A leaf that stays whole beside others that are cut is accumulated and reduced once: its bytes are few.
+    """
+    return layout.stage.reduce == "block" and (layout.stage.grads == "replicated" or leaf.dim is not None)
 
 
 def stream(
@@ -124,14 +127,17 @@ def stream(
         View(Shards(x, leaf.dim, leaf, FORWARD), x.dtype) if cut and leaf.dim is not None else x
         for x, leaf in zip(leaves, layout.leaves, strict=True)
     ]
+    scattered = layout.stage.reduce == "block" and layout.stage.grads == "sharded"
     wants = [
-        Demand(leaf.dim, leaf.stored[leaf.dim]) if leaf.dim is not None and reduces_in_backward(layout, leaf) else None
+        Demand(leaf.dim, leaf.stored[leaf.dim]) if scattered and leaf.dim is not None else None
         for leaf in layout.trainable
     ]
     wants = [None, *wants, *[None] * (len(closed.jaxpr.outvars) - 1 - len(wants))]
     outs = _evaluate(run, closed.jaxpr, closed.consts, [*ins, *flat], wants, loss=closed.jaxpr.outvars[0])
     outs = [x.value if isinstance(x, Reduced) else _whole(run, x, None) for x in outs]
     _, grads, more = jax.tree.unflatten(jax.tree.structure(out), outs)
+    if layout.stage.reduce == "block" and not scattered:
+        grads = [all_reduce(layout, grad) for grad in grads]
     return grads, more, run.gatherings
 
 
@@ -157,7 +163,10 @@ def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], 
 
 
 def _plan(jaxpr: Any, wants: Sequence[Demand | None]) -> dict[Any, Demand]:
-    """Which values to reduce, or to expect reduced: from demands on outputs as far back as a reduction may be moved."""
+    """Which values to reduce, or to expect reduced: from demands on outputs as far back as that saves bytes.
+
+    It does in front of a cast to a wider dtype, of a part put in its place among zeros, and inside of a loop or block.
+    """
     uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
     uses.update(v for v in jaxpr.outvars if is_var(v))
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -174,14 +183,24 @@ def _plan(jaxpr: Any, wants: Sequence[Demand | None]) -> dict[Any, Demand]:
         return eqn.primitive.name == "pad" or (eqn.primitive.name == "add_any" and all(map(placed, eqn.invars)))
 
     def push(atom, demand):
-        if not alone(atom):
-            return
-        want[atom], eqn = demand, maker[atom]
-        if eqn.primitive.name == "add_any" and all(map(placed, eqn.invars)):
-            for operand in eqn.invars:
-                push(operand, demand)
-        elif (before := pushed_back(eqn, demand)) is not None:
-            push(eqn.invars[0], before)
+        chain, useful = [], 0
+        while alone(atom):
+            chain.append((atom, demand))
+            eqn = maker[atom]
+            if eqn.primitive.name in RULES:
+                useful = len(chain) - 1
+            elif eqn.primitive.name == "add_any" and all(map(placed, eqn.invars)):
+                useful = len(chain) - 1
+                for operand in eqn.invars:
+                    push(operand, demand)
+            before = pushed_back(eqn, demand)
+            if before is None or not alone(eqn.invars[0]):
+                break
+            operand = eqn.invars[0]
+            if operand.aval.size * operand.aval.dtype.itemsize < atom.aval.size * atom.aval.dtype.itemsize:
+                useful = len(chain)
+            atom, demand = operand, before
+        want.update(chain[: useful + 1])
 
     for atom, demand in zip(jaxpr.outvars, wants, strict=True):
         if demand is not None:

@@ -247,7 +247,7 @@ def test_adams_bytes_on_live_arrays_are_those_of_the_formulas(axes, shards, stag
 
 
 def test_bytes_of_mixed_leaves_and_an_optimizer_with_other_shapes():
-    """Leaves that stay whole or are padded, two dtypes, and Adafactor's means: the layout's bytes are still those of live arrays."""
+    """Leaves whole or padded, two dtypes, and Adafactor's means: the layout's bytes are still those of live arrays."""
     shapes = {"w": (16, 24), "odd": (7, 9), "scale": (), "b": (24,)}
     params = random_params(shapes) | {"half": jnp.ones((8, 8), jnp.bfloat16)}
     mesh = jzero.make_mesh(devices=jax.devices()[2:6], data=4)

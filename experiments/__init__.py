@@ -1,0 +1,1 @@
+"""Real training runs on jzero, one folder each. They import jzero; nothing imports them."""

@@ -1,0 +1,7 @@
+"""A byte-level GPT, trained on real text at any ZeRO stage: `python -m experiments.gpt --help`.
+
+Modules, each importing only from those above it: `config` (every option and its default), `devices` (the mesh), `data`
+(text and batches), `ngram` (the yardstick), `model` (the GPT and its loss, which know nothing of jzero), `job` (model,
+loss, optimizer and layout put together), `evaluate` and `sample` (what a trained model is worth, and what it writes),
+`record` and `plot` (what a run leaves behind), `report` (tables and progress bar), `train`, `compare`, `cli`.
+"""

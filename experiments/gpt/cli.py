@@ -1,0 +1,134 @@
+"""Options in, exit code out."""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.gpt import data, devices, report
+from experiments.gpt.compare import compare
+from experiments.gpt.config import Config, parse_mesh
+from experiments.gpt.job import build
+from experiments.gpt.ngram import ByteTrigrams
+from experiments.gpt.record import Record
+from experiments.gpt.train import train
+
+COMPARE_STEPS = 5
+
+DESCRIPTION = """\
+Train a byte-level GPT on real text, at any ZeRO stage.
+
+Without options it trains for a few minutes at stage 3 on the source of Python's standard library, over 8 devices, which
+are simulated on the CPU if this machine has no accelerator. It shows where each leaf lives, what each device stores,
+and at the end a sample of what the model writes; metrics and a loss plot stay in a folder."""
+
+EXAMPLES = """\
+examples:
+  python -m experiments.gpt --compare-stages           losses, bytes and collectives of stages 0 to 3, side by side
+  python -m experiments.gpt --stage 1 --devices 4      another stage, on four devices
+  python -m experiments.gpt --mesh replica=2,data=4    hybrid sharding: sharded in groups of 4, repeated over 2
+  python -m experiments.gpt --data ~/my/notes          your own text: a file, or every text file of a folder
+  JAX_PLATFORMS=cpu python -m experiments.gpt          simulated devices, even where there are accelerators"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Its defaults are those of `Config`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.gpt",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def option(group, kind, name, text, **more):
+        default = getattr(Config, name)
+        more = {"metavar": {int: "N", float: "X"}[kind], "help": f"{text} (default: {default})"} | more
+        group.add_argument("--" + name.replace("_", "-"), type=kind, default=default, **more)
+
+    group = parser.add_argument_group("sharding")
+    text = "ZeRO stage: 0 nothing sharded; 1, 2 gradients and optimizer state; 3 params as well"
+    option(group, int, "stage", text, choices=range(4), metavar="0..3")
+    text = "size of each mesh axis: 'data', perhaps 'replica'; -1 takes what is left (default: data=-1)"
+    group.add_argument("--mesh", type=_mesh, default=Config.mesh, metavar="AXES", help=text)
+    text = "how many devices (default: what --mesh needs, else all accelerators, or 8 simulated ones)"
+    option(group, int, "devices", text, help=text)
+    option(group, int, "min_shard_size", "leaves with fewer elements stay whole on every device")
+
+    group = parser.add_argument_group("model")
+    option(group, int, "layers", "transformer blocks")
+    option(group, int, "width", "width of the residual stream")
+    option(group, int, "heads", "attention heads")
+    option(group, int, "context", "bytes that the model sees at once")
+    text = "recompute each block in the backward pass, or store its activations (default: recompute)"
+    group.add_argument("--remat", action=argparse.BooleanOptionalAction, default=Config.remat, help=text)
+
+    group = parser.add_argument_group("training")
+    text = "train on this file, or on the text files of this folder; a part is held out (default: the standard library)"
+    group.add_argument("--data", metavar="PATH", help=text)
+    text = f"optimizer steps (default: {Config.steps}; {COMPARE_STEPS} with --compare-stages)"
+    group.add_argument("--steps", type=int, metavar="N", help=text)
+    option(group, int, "batch_size", "windows per step, over all devices and microbatches")
+    option(group, int, "microbatches", "parts that each device's share of the batch is split into")
+    optimizers = ("adamw", "sgd", "lamb", "adafactor")
+    text = f"which optimizer (default: {Config.optimizer})"
+    group.add_argument("--optimizer", choices=optimizers, default=Config.optimizer, help=text)
+    option(group, float, "lr", "peak learning rate")
+    option(group, float, "warmup", "share of the steps over which it rises; then it falls to a tenth")
+    option(group, float, "weight_decay", "decoupled weight decay, for adamw and lamb")
+    option(group, float, "clip", "largest gradient norm; 0: no clipping")
+    option(group, int, "seed", "seeds params, batches and sample; what is held out does not depend on it")
+
+    group = parser.add_argument_group("output")
+    option(group, int, "eval_every", "steps between validations on a part of the held-out text; 0: only at the end")
+    option(group, int, "sample", "bytes to generate at the end; 0: none")
+    text = f"what they go on from (default: {Config.prompt!r})"
+    group.add_argument("--prompt", default=Config.prompt, metavar="TEXT", help=text)
+    option(group, float, "temperature", "of the sample; 0 takes the likeliest byte")
+    text = "folder for config.json, metrics.jsonl and loss.png (default: a new one under runs/)"
+    group.add_argument("--out", type=Path, metavar="DIR", help=text)
+    text = "replace the run that --out holds, instead of refusing"
+    group.add_argument("--overwrite", action="store_true", help=text)
+    text = "train the same few steps at stages 0 to 3, print them side by side, and stop"
+    group.add_argument("--compare-stages", action="store_true", help=text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns an exit code."""
+    command = parser()
+    options = vars(command.parse_args(argv))
+    out, overwrite, comparing = (options.pop(name) for name in ("out", "overwrite", "compare_stages"))
+    if options["steps"] is None:
+        options["steps"] = COMPARE_STEPS if comparing else Config.steps
+    console = Console()
+    try:
+        config = Config(**options)
+        text = data.load(config.data)
+        data.check(text, config.context)
+        mesh = devices.make_mesh(config)
+        config = dataclasses.replace(config, devices=mesh.size, mesh=tuple(mesh.shape.items()))
+        job = build(config, mesh)
+        record = Record(out or _new_folder(), config, overwrite=overwrite)
+    except (ValueError, OSError) as error:
+        command.exit(2, f"{command.prog}: error: {error}\n")
+    console.print(devices.describe(mesh))
+    if comparing:
+        return compare(config, mesh, text, record, console)
+    report.show_placements(console, job)
+    yardstick = ByteTrigrams(text.train).bits_per_byte(text.held_out)
+    report.show_text(console, text, yardstick)
+    return train(config, job, text, yardstick, record, console)
+
+
+def _mesh(text: str) -> tuple[tuple[str, int], ...]:
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _new_folder() -> Path:
+    return Path("runs") / time.strftime("gpt-%Y%m%d-%H%M%S")

@@ -1,0 +1,122 @@
+"""Every option of a run and its default, and the checks that need nothing but the options."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        mesh: Size of each mesh axis by name, in order; -1 takes the devices that are left over.
+        devices: How many devices to use; None: what `mesh` needs, else all accelerators or 8 simulated devices.
+        min_shard_size: Leaves with fewer elements stay whole on every device.
+        layers: Number of transformer blocks.
+        width: Size of the residual stream.
+        heads: Attention heads per block.
+        context: Bytes that the model sees at once.
+        remat: Whether blocks are recomputed in the backward pass instead of storing their activations.
+        data: File or folder to train on; None: the source of the running interpreter's standard library.
+        steps: Optimizer steps.
+        batch_size: Windows of `context` bytes per step, over all devices and microbatches.
+        microbatches: Into how many parts each device splits its share of the batch.
+        optimizer: Which optax optimizer.
+        lr: Peak learning rate: linear warmup, then a cosine down to a tenth.
+        warmup: Share of the steps that the warmup takes.
+        weight_decay: Decoupled weight decay (adamw and lamb).
+        clip: Largest norm of the gradients; 0 turns clipping off.
+        seed: Seeds the params, the batches and the sample.
+        eval_every: Steps between validations on a part of the held-out text; 0: only at the end.
+        sample: Bytes of text to generate at the end; 0: none.
+        prompt: What the generated text goes on from.
+        temperature: Of the generated text; 0 takes the likeliest byte.
+    """
+
+    stage: int = 3
+    mesh: tuple[tuple[str, int], ...] = (("data", -1),)
+    devices: int | None = None
+    min_shard_size: int = 4096
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    remat: bool = True
+    data: str | None = None
+    steps: int = 500
+    batch_size: int = 32
+    microbatches: int = 1
+    optimizer: Literal["adamw", "sgd", "lamb", "adafactor"] = "adamw"
+    lr: float = 3e-3
+    warmup: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 100
+    sample: int = 400
+    prompt: str = "def "
+    temperature: float = 0.8
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "context", "steps", "batch_size", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_option(name)} {getattr(self, name)}: wanted 1 or more.")
+        for name in ("min_shard_size", "weight_decay", "clip", "seed", "eval_every", "sample", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{_option(name)} {getattr(self, name)}: wanted 0 or more.")
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"--devices {self.devices}: wanted 1 or more.")
+        if not self.lr > 0:
+            raise ValueError(f"--lr {self.lr}: wanted a positive number.")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"--warmup {self.warmup}: the share of the steps, so 0 or more and less than 1.")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"--width {self.width} --heads {self.heads}: each head needs an even number of channels, "
+                f"so a width that is a multiple of 2 x {self.heads} = {2 * self.heads}."
+            )
+        if self.sample and not self.prompt:
+            raise ValueError("--prompt is empty: give at least one character, or --sample 0 for no sample.")
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The replica axis, if the mesh has one."""
+        return tuple(name for name, _ in self.mesh if name == "replica")
+
+
+def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """Reads "replica=2,data=4".
+
+    Returns:
+        Pairs of axis name and size, in order.
+
+    Raises:
+        ValueError: No pairs of name and size, an axis that this run knows nothing to do with, or no data axis.
+
+    Example:
+        >>> parse_mesh("replica=2,data=-1")
+        (('replica', 2), ('data', -1))
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not size.removeprefix("-").isdecimal():
+            raise ValueError(f"{part!r} is not a name and a size; wanted for example replica=2,data=4.")
+        if name not in ("replica", "data"):
+            raise ValueError(
+                f"no axis {name!r} here; wanted 'data' (params, gradients and optimizer state are cut "
+                f"over it) and perhaps 'replica' (they are repeated over it)."
+            )
+        if name in axes:
+            raise ValueError(f"axis {name!r} is named twice in {text!r}.")
+        axes[name] = int(size)
+        if axes[name] < 1 and axes[name] != -1:
+            raise ValueError(f"axis {name!r} has size {size}; wanted 1 or more, or -1 for what is left.")
+    if "data" not in axes:
+        raise ValueError(f"no data axis in {text!r}; wanted for example {text},data=-1.")
+    return tuple(axes.items())
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

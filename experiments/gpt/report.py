@@ -1,0 +1,110 @@
+"""Tables and the progress bar."""
+
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import jzero
+from experiments.gpt.config import Config
+from experiments.gpt.data import Text
+from experiments.gpt.job import Job
+
+FORMULAS = ("12P", "4P + 8P/N", "4P + 8P/N", "12P/N")
+
+
+def show_text(console: Console, text: Text, yardstick: float) -> None:
+    """What is trained on and held out, and the yardstick."""
+    held_out = f"{len(text.held_out_files)} files" if text.held_out_files else "the tail of the file"
+    console.print(f"Text: {text.source}", markup=False)
+    console.print(f"  training {len(text.train):,} bytes in {len(text.train_files)} files")
+    console.print(f"  held out {len(text.held_out):,} bytes, {held_out}")
+    console.print(
+        f"Yardstick: an order-2 byte model of the same training text needs [bold]{yardstick:.3f}[/] bits per byte on "
+        f"the held-out text."
+    )
+
+
+def show_placements(console: Console, job: Job) -> None:
+    """Where each leaf lives: `jzero.explain`, put so that it fits a terminal."""
+    layout = job.layout
+    over = " x ".join(layout.data_axes)
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    table.title = f"Placements at stage {stage_number(layout)} ({job.n_params:,} params)"
+    for name in ("leaf", "shape", "params", "grads", "opt"):
+        table.add_column(name, overflow="fold")
+    table.add_column("bytes", justify="right")
+    whole: dict[str, list[str]] = {}
+    for (path, _), row in zip(tree_leaves_with_path(layout.abstract_params), jzero.explain(layout), strict=True):
+        name = keystr(path, simple=True, separator="/")
+        if row.reason:
+            whole.setdefault(row.reason, []).append(name)
+        places = [_place(spec) for spec in (row.params, row.grads, row.opt_state)]
+        table.add_row(name, str(row.shape), *places, f"{row.bytes_per_device:,}")
+    console.print(table)
+    console.print(f"  dim: cut along it over {over}; whole: on every device; bytes: of the params, on each device")
+    for reason, names in whole.items():
+        console.print(f"  {', '.join(names)}: {reason}", markup=False, highlight=False)
+
+
+def _place(spec: PartitionSpec) -> str:
+    cut = [dim for dim, axes in enumerate(spec) if axes is not None]
+    return f"dim {cut[0]}" if cut else "whole"
+
+
+def stage_number(layout: jzero.Layout) -> int:
+    """The number of the layout's stage."""
+    return jzero.STAGES.index(layout.stage)
+
+
+def show_bytes(console: Console, config: Config, job: Job, state: jzero.TrainState) -> None:
+    """Bytes per device: counted on live arrays, by the layout leaf by leaf, and by the formula where Adam has one."""
+    layout = job.layout
+    planned = jzero.memory.stored_bytes(layout, job.tx)
+    table = Table(box=box.SIMPLE_HEAD, title="Stored bytes per device", title_justify="left")
+    table.add_column("")
+    table.add_column("live arrays", justify="right")
+    table.add_column("by the layout", justify="right")
+    for name, tree, layout_bytes in (
+        ("params", state.params, planned.params),
+        ("optimizer state", state.opt_state, planned.opt_state),
+        ("both", (state.params, state.opt_state), planned.total),
+    ):
+        table.add_row(name, f"{most_bytes(tree):,}", f"{layout_bytes:,}")
+    console.print(table)
+    if config.optimizer == "adamw":
+        formula = FORMULAS[config.stage]
+        ideal = formula_bytes(job)
+        console.print(
+            f"ZeRO's formula for Adam in float32: {formula} = {ideal:,.0f} with P = {job.n_params:,} and "
+            f"N = {layout.shards}; the layout is {planned.total - ideal:,.0f} bytes off: scalars"
+            + (", and leaves kept whole (see reason above)." if layout.stage.opt_state == "sharded" else ".")
+        )
+
+
+def most_bytes(tree) -> int:
+    """Bytes that a tree's live arrays take on the device that holds most of them."""
+    return max(jzero.memory.live_bytes(tree).values())
+
+
+def formula_bytes(job: Job) -> float:
+    """Bytes per device that ZeRO promises for Adam in float32."""
+    return jzero.memory.formula(job.layout.stage, params=job.n_params, shards=job.layout.shards)
+
+
+def progress_bar(console: Console) -> Progress:
+    """The bar of a training run; each update gives it loss, bits, speed and norm."""
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("[bold]{task.fields[bits]:.3f}[/] bits/byte"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("norm {task.fields[norm]:.2f}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+        expand=True,
+        console=console,
+    )

@@ -1,0 +1,142 @@
+"""The training run."""
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text as Styled
+
+import jzero
+from experiments.gpt import report
+from experiments.gpt.config import Config
+from experiments.gpt.data import Text, sample_batch, windows
+from experiments.gpt.evaluate import make_evaluate
+from experiments.gpt.job import Job
+from experiments.gpt.plot import plot_loss
+from experiments.gpt.record import Record
+from experiments.gpt.sample import generate, printable
+
+QUICK_WINDOWS = 512
+"""Held-out windows of the validations on the way, evenly spaced; the last validation takes all."""
+
+
+def batch_of(config: Config, text: Text, step: int) -> np.ndarray:
+    """The batch of one step: windows of the training text."""
+    return sample_batch(text.train, batch_size=config.batch_size, context=config.context, seed=config.seed, step=step)
+
+
+def train(config: Config, job: Job, text: Text, yardstick: float, record: Record, console: Console) -> int:
+    """Trains, validates, draws a sample; records and plots what came of it, also when it is stopped on the way.
+
+    Returns:
+        An exit code: 0; 1 if the loss is no longer a number; 130 if it was interrupted.
+    """
+    began = time.perf_counter()
+    held_out = windows(text.held_out, config.context)
+    bits, code, status = None, 0, "finished"
+    state = job.init(config.seed)
+    report.show_bytes(console, config, job, state)
+    try:
+        evaluate = make_evaluate(job, config.batch_size)
+        state = _steps(config, job, text, state, evaluate, held_out, record, console)
+        with console.status(f"Validation on all {len(text.held_out):,} held-out bytes"):
+            bits = evaluate(state.params, held_out)
+        record.add("validation", step=config.steps, bits_per_byte=bits, windows=len(held_out))
+        console.print(
+            f"Held-out text: [bold]{bits:.3f}[/] bits per byte after {config.steps} steps in "
+            f"{(time.perf_counter() - began) / 60:.1f} minutes, {abs(yardstick - bits):.3f} "
+            f"{'under' if bits < yardstick else 'over'} the order-2 byte model's {yardstick:.3f}."
+        )
+        if config.sample:
+            _show_sample(config, job, state, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted.")
+        code, status = 130, "interrupted"
+    except FloatingPointError as error:
+        console.print(f"[red]Stopped:[/] {error}")
+        code, status = 1, "diverged"
+    steps, minutes = len(record.of("train")), (time.perf_counter() - began) / 60
+    record.add("summary", status=status, steps=steps, bits_per_byte=bits, yardstick=yardstick, minutes=minutes)
+    console.print(f"{steps} steps. Metrics in {record.path}, plot in {plot_loss(record, yardstick)}.", soft_wrap=True)
+    return code
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """Sets the event at the first Ctrl-C, so that no step is cut in two; the second one interrupts at once."""
+    asked = threading.Event()
+
+    def ask(signum, frame):
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _steps(config, job, text, state, evaluate, held_out, record, console) -> jzero.TrainState:
+    some = held_out[:: math.ceil(len(held_out) / QUICK_WINDOWS)]
+    tokens, recent = config.batch_size * config.context, deque(maxlen=20)
+    with report.progress_bar(console) as progress, interrupts() as interrupted:
+        bar = progress.add_task("", total=config.steps, loss=math.nan, bits=math.nan, speed=0, norm=math.nan)
+        for step in range(config.steps):
+            start = time.perf_counter()
+            state, metrics = job.step(state, job.layout.put_batch(batch_of(config, text, step)))
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            seconds, bits = time.perf_counter() - start, loss / math.log(2)
+            record.add(
+                "train",
+                step=step + 1,
+                loss=loss,
+                bits_per_byte=bits,
+                grad_norm=norm,
+                clipped=bool(metrics["clipped"]),
+                lr=float(job.schedule(step)),
+                tokens_per_second=tokens / seconds,
+                seconds=seconds,
+            )
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss of step {step + 1} is {loss}; try a lower --lr or a lower --clip.")
+            if step:
+                recent.append(seconds)
+            else:
+                console.print(f"Compiled, and made the first step, in {seconds:.1f} s.")
+            speed = tokens * len(recent) / sum(recent) if recent else 0
+            progress.update(bar, completed=step + 1, loss=loss, bits=bits, norm=norm, speed=speed)
+            if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
+                quick = evaluate(state.params, some)
+                record.add("validation", step=step + 1, bits_per_byte=quick, windows=len(some))
+                console.print(
+                    f"step {step + 1}: batch {bits:.3f}, held out {quick:.3f} bits per byte "
+                    f"({len(some)} of {len(held_out)} windows)"
+                )
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+    return state
+
+
+def _show_sample(config: Config, job: Job, state: jzero.TrainState, console: Console) -> None:
+    whole = jax.jit(job.layout.logical, out_shardings=job.layout.sharding(P()))(state.params)
+    drawn = generate(
+        job.apply,
+        jax.tree.map(lambda leaf: leaf.addressable_data(0), whole),
+        config.prompt.encode(),
+        count=config.sample,
+        context=config.context,
+        temperature=config.temperature,
+        seed=config.seed,
+    )
+    body = Styled(config.prompt, style="bold").append(printable(drawn), style="not bold")
+    console.print(Panel(body, title=f"A sample at temperature {config.temperature}"))

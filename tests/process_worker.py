@@ -1,0 +1,86 @@
+"""One process of `test_processes`: trains on its own part of the batches, and writes what came as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jzero
+
+STEPS, EXAMPLES = 3, 16
+
+
+def init_params(key):
+    keys = jax.random.split(key, 2)
+    return {
+        "w": jax.random.normal(keys[0], (8, 16)),
+        "v": jax.random.normal(keys[1], (16, 8)),
+        "odd": jnp.ones(7),
+        "scale": jnp.ones(()),
+    }
+
+
+def loss_fn(params, batch):
+    h = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] * params["scale"] + params["odd"].sum()
+    errors = ((h - batch["x"]) ** 2).mean(-1)
+    return jzero.Weighted((errors * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def make_batch(step):
+    rng = np.random.default_rng(step)
+    weight = rng.uniform(size=EXAMPLES) * (np.arange(EXAMPLES) > 5)  # most of the weight is in the second half
+    return {"x": rng.normal(size=(EXAMPLES, 8)).astype(np.float32), "weight": weight.astype(np.float32)}
+
+
+def train(stage, process, processes, **axes):
+    """Losses and norms of a few steps on all devices, from one process's part of the batches."""
+    part = slice(process * EXAMPLES // processes, (process + 1) * EXAMPLES // processes)
+    replica_axes = ("replica",) if "replica" in axes else ()
+    layout = jzero.zero(
+        jax.eval_shape(init_params, jax.random.key(0)),
+        stage=stage,
+        mesh=jzero.make_mesh(**axes),
+        replica_axes=replica_axes,
+        min_shard_size=0,
+    )
+    tx = optax.sgd(0.05, momentum=0.9)
+    state = jzero.init(init_params, tx, layout, jax.random.key(0))
+    step = jzero.train_step(loss_fn, tx, layout, microbatches=2, clip_norm=1.0)
+    log = []
+    for n in range(STEPS):
+        batch = layout.put_batch(jax.tree.map(lambda x: x[part], make_batch(n)))
+        state, metrics = step(state, batch)
+        log.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return log
+
+
+def refusal():
+    """What `put_batch` says of a process's part when all parts together do not divide."""
+    layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+    try:
+        layout.put_batch(np.zeros((3, 2)))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def main(address, process, processes, out):
+    jax.config.update("jax_num_cpu_devices", 8 // processes)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, num_processes=processes, process_id=process)
+    assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (processes, 8, 8 // processes)
+    result = {
+        "refusal": refusal(),
+        "1": train(1, process, processes, data=8),
+        "3": train(3, process, processes, data=8),
+        "3 hybrid": train(3, process, processes, replica=2, data=4),
+    }
+    Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,72 @@
+"""Two real processes of four devices each train as one process of eight."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import process_worker
+import pytest
+
+PROCESSES, LIMIT = 2, 240  # seconds
+
+
+def run_workers(folder):
+    """Runs the worker in each process; returns what each wrote. No process outlives this call."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    here = Path(__file__).parent
+    paths = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    logs, results = ([folder / f"{n}.{ending}" for n in range(PROCESSES)] for ending in ("log", "json"))
+    workers, deadline = [], time.monotonic() + LIMIT
+    try:
+        for n in range(PROCESSES):
+            command = [sys.executable, here / "process_worker.py", address, str(n), str(PROCESSES), results[n]]
+            with logs[n].open("w") as log:
+                workers.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        # One that fails leaves the others waiting in a collective, so the first failure ends all.
+        while None in (codes := [worker.poll() for worker in workers]) and not any(codes):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    tails = "\n".join(f"process {n}:\n{log.read_text()[-4000:]}" for n, log in enumerate(logs))
+    assert codes == [0] * PROCESSES, f"exit codes {codes} after at most {LIMIT} s (None: still running)\n{tails}"
+    return [json.loads(result.read_text()) for result in results]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.parametrize(
+    ("run", "stage", "axes"),
+    [("1", 1, {"data": 8}), ("3", 3, {"data": 8}), ("3 hybrid", 3, {"replica": 2, "data": 4})],
+)
+def test_training_is_that_of_one_process(results, run, stage, axes):
+    alone = process_worker.train(stage, 0, 1, **axes)
+    assert jax.process_count() == 1
+    assert len({loss for loss, _ in alone}) == process_worker.STEPS
+    for result in results:
+        np.testing.assert_allclose(result[run], alone, rtol=1e-5)
+
+
+def test_each_process_sees_the_same_losses(results):
+    first, second = results
+    assert first == second
+
+
+def test_a_bad_batch_is_refused_in_each_process(results):
+    for result in results:
+        assert "batch (3, 2): 3 x 2 processes = 6 examples do not divide into 8 equal parts" in result["refusal"]
