@@ -8,9 +8,10 @@ from jzero.loss import Weighted
 from jzero.mesh import make_mesh
 from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
-from jzero.state import TrainState, apply_gradients, init
+from jzero.state import TrainState, init
 from jzero.step import train_step
 from jzero.stream import gather_here as gather
+from jzero.update import apply_gradients
 from jzero.zero import zero
 
 __all__ = [

@@ -123,11 +123,11 @@ class Layout:
     def opt_leaves(self, tx: optax.GradientTransformation) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
         """Structure and leaves of the state of `tx`, from shapes alone.
 
-        A state leaf whose path ends in a param's path, with that param's shape, is cut and padded as the param is.
-        Others (the row and column means of Adafactor, say) follow the same rule of size on their own shape, and stay
-        whole where no dim divides. Placement never changes what is computed, since the optimizer runs in the global
-        view. Paths are used rather than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no
-        arrays, and so fails for an optimizer that looks at its params.
+        A state leaf with the shape of a param is cut and padded as the param is, by the same rule. Others (the row and
+        column means of Adafactor, say) follow the rule on their own shape, and stay whole where no dim divides.
+        Placement never changes what is computed, since the optimizer runs in the global view. Shapes are used rather
+        than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no arrays, and so fails for an
+        optimizer that looks at its params.
         """
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             raise TypeError(f"tx is a {type(tx).__name__}; wanted an optax optimizer, such as optax.adamw(1e-3).")
@@ -136,19 +136,14 @@ class Layout:
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
     def _opt_leaves(self, tx, default_dtype):  # float64 under x64, where a state has other dtypes
         abstract = self.trainable_treedef.unflatten([leaf.placed("replicated") for leaf in self.trainable])
-        keys = [keystr(path) for path, _ in tree_flatten_with_path(abstract)[0]]
-        params = dict(zip(keys, self.trainable, strict=True))
         named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
+        shapes = {leaf.shape for leaf in self.trainable}
 
-        def find(path, abstract):
+        def cut(path, x):
             name = keystr(path, simple=True, separator="/")
-            for start in range(len(path) + 1):
-                param = params.get(keystr(path[start:]))
-                if param is not None and param.shape == abstract.shape:
-                    return Leaf(name, param.shape, abstract.dtype, param.dim, param.stored, True, param.reason)
-            return place(name, abstract, self.shards, self.min_shard_size, padded=False)
+            return place(name, x, self.shards, self.min_shard_size, padded=x.shape in shapes)
 
-        return treedef, tuple(find(path, abstract) for path, abstract in named)
+        return treedef, tuple(cut(path, x) for path, x in named)
 
     def put_batch(self, batch: Any) -> Any:
         """Places a batch on the mesh, each leaf cut along its first dim over `batch_axes`.

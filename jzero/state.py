@@ -1,8 +1,7 @@
 """The training state: born sharded by `init`, moved on by `apply_gradients`."""
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,10 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jzero.check import check_tree, warn_shared
-from jzero.collectives import gather_params
 from jzero.layout import Layout
 from jzero.padding import pad, unpad
-from jzero.partition import combine, partition
+from jzero.partition import partition
 from jzero.rules import Leaf
 
 
@@ -123,72 +121,3 @@ def _strong(x):
     """Without the weak type of a Python number, which the first step would change, and so compile a second time."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return x if is_key else lax.convert_element_type(x, x.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _update(state, grads, tx, layout, functions, values):
-    def place(tree, specs):
-        return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, layout.sharding(spec)), tree, specs)
-
-    leaves, side = layout.trainable, layout.stage.opt_state
-    specs = [layout.spec(leaf, side) for leaf in leaves]
-
-    def to_optimizer(tree):
-        # Gradients and params go to where the optimizer state lives before the update, so that each device updates its
-        # own part; from whole params and whole gradients this is a local slice. Only stored shapes can be placed.
-        shards = place(
-            [pad(x, leaf.placed(side).shape) for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True)], specs
-        )
-        return layout.trainable_treedef.unflatten(
-            [unpad(x, leaf.shape) for x, leaf in zip(shards, leaves, strict=True)]
-        )
-
-    trained, rest = partition(state.params, layout)
-    trained = to_optimizer(trained)
-    updates, opt_state = optax.with_extra_args_support(tx).update(
-        to_optimizer(grads), layout.logical(state.opt_state, tx=tx), trained, **dict(functions), **values
-    )
-    trained = jax.tree.leaves(optax.apply_updates(trained, updates))
-    trained = place([pad(x, leaf.placed(side).shape) for x, leaf in zip(trained, leaves, strict=True)], specs)
-    if layout.stage.params == "replicated" and side == "sharded":
-        trained = gather_params(layout, trained)
-    params = place(combine(layout.trainable_treedef.unflatten(trained), rest), layout.param_specs)
-    opt_state = place(layout.stored(opt_state, tx=tx), layout.opt_specs(tx))
-    return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-
-
-def apply_gradients(
-    state: TrainState, grads: Any, tx: optax.GradientTransformation, layout: Layout, **extra: Any
-) -> TrainState:
-    """One optimizer update, in the global view, so that norms and means inside of `tx` are those of the whole leaves.
-
-    Runs outside of any shard_map: `tx` sees global arrays with logical shapes, and each device updates the part whose
-    optimizer state it holds. At stages 1 and 2 the new params are then gathered explicitly: all-gather, M elements
-    for M params that are cut. Reductions inside of `tx` (a norm, Adafactor's means) are added by the partitioner. Works
-    inside and outside of `jax.jit`; nothing is donated.
-
-    Args:
-        state: The state before, placed as by `init`.
-        grads: From `value_and_grad`, placed as `layout.grad_specs`; padded leaves may come in logical shapes too.
-        tx: The optax optimizer that `state` was made with.
-        layout: The layout that `state` was made with.
-        **extra: What `tx.update` needs beside gradients: `value=`, `grad=`, `value_fn=`.
-
-    Returns:
-        The next state, with the same placements and `step` one higher. Leaves that are not trained are kept.
-
-    Raises:
-        ValueError: `state` or `grads` have another structure, shape or placement than the layout's.
-
-    Example:
-        >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=2, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
-        >>> state = init(lambda: {"w": jnp.ones(8)}, tx := optax.sgd(0.5), layout)
-        >>> apply_gradients(state, {"w": jnp.ones(8)}, tx, layout).params["w"][0]
-        Array(0.5, dtype=float32)
-    """
-    check_state(state, tx, layout)
-    leaves, side = layout.trainable, layout.stage.grads
-    check_tree("grads", grads, layout, layout.trainable_treedef, leaves, side, logical=True)
-    functions = tuple((name, x) for name, x in extra.items() if callable(x))
-    values = {name: x for name, x in extra.items() if not callable(x)}
-    return _update(state, grads, tx, layout, functions, values)

@@ -15,7 +15,8 @@ from jzero.check import check_batch
 from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.model_state import warn_differing
-from jzero.state import TrainState, apply_gradients, check_state, state_shardings
+from jzero.state import TrainState, check_state, state_shardings
+from jzero.update import apply_gradients
 
 
 class TrainStep:
