@@ -27,9 +27,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad(loss_fn)`, over a mesh, with params and gradients placed by a layout.
 
-    Each device runs `loss_fn(params, batch)` on its own part of the batch, one microbatch after another, with whole
-    params. The result is that of the whole batch on one device. The axes of `layout.batch_axes` exist by name inside of
-    the loss, for collectives of its own; any other mesh axis is left to the partitioner.
+    Each device runs `loss_fn(params, batch)` on its own part of the batch, one microbatch after another. The result is
+    that of the whole batch on one device. The axes of `layout.batch_axes` exist by name inside of the loss, for
+    collectives of its own; any other mesh axis is left to the partitioner.
 
     For M elements of params, m microbatches, and everything cut, the collectives over the data axes are:
 
@@ -38,11 +38,13 @@ def value_and_grad(
     | 0 | all-reduce M, once |
     | 1 | reduce-scatter M, once |
     | 2 | reduce-scatter M in each microbatch: mM |
-    | 3 | all-gather M and reduce-scatter M in each microbatch: mM + mM |
+    | 3 | all-gather M and reduce-scatter M in each microbatch, and again in the backward pass what it needs: 2mM + mM |
 
-    Leaves that stay whole are all-reduced when the others are reduce-scattered. With replica axes, the reduced shards
-    are all-reduced across them. One all-reduce of a few scalars makes the loss. On one device there are none. Leaves
-    that are not trained are gathered, and not reduced.
+    At stage 3 a leaf is gathered at its first real use, in the dtype that the loss casts it to, and at stages 2 and 3 a
+    gradient is reduced where it is born: inside of a scan over layers one layer at a time. `explain(layout, loss_fn,
+    batch)` says where. Leaves that stay whole are all-reduced once. With replica axes, the reduced shards are
+    all-reduced across them. An all-reduce of a scalar makes the loss. On one device there are none. Leaves that are not
+    trained are gathered, and not reduced.
 
     Randomness: with `with_key`, each call of the loss gets `fold_in(fold_in(key, i), j)`, where i is the index of the
     batch shard in the order of `layout.batch_axes` and j the microbatch. Results therefore do not depend on the stage,

@@ -1,8 +1,10 @@
 """What jzero knows of the inside of jax: how to read a jaxpr and how to evaluate one equation. All of it moves."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 
@@ -16,7 +18,8 @@ def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """Evaluates one equation as it stands, under the context that it was traced in."""
     params = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = params if isinstance(params, tuple) else ((), params)
-    with eqn.ctx.manager:
+    scope = str(eqn.source_info.name_stack)  # keeps the user's names in profiles
+    with eqn.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
         out = eqn.primitive.bind(*subfuns, *ins, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

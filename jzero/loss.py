@@ -83,7 +83,8 @@ def take_apart(out: Any, *, has_aux: bool, with_model_state: bool, model_state: 
                 f"aux{keystr(path)} has dtype {x.dtype}; aux is averaged over the batch, so it must be floating. "
                 f"Cast it, for example with .astype('float32')."
             )
-        return x if weight is None else x * weight.astype(x.dtype)
+        # Without the `where`, the mean of nothing (0/0) in one microbatch would spoil the mean of all.
+        return x if weight is None else jnp.where(weight == 0, 0, x * weight.astype(x.dtype))
 
     return total, (total, weight, tree_map_with_path(weigh, aux)), model_state
 

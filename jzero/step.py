@@ -75,7 +75,8 @@ def train_step(
 ) -> TrainStep:
     """Makes the training step: `value_and_grad`, clipping, `apply_gradients`, jitted, donating the state.
 
-    Its collectives are those of `value_and_grad` and `apply_gradients`, and one scalar all-reduce for the norm.
+    Its collectives are those of `value_and_grad` and `apply_gradients`, and those of the norm: one scalar
+    for each leaf that is cut, which XLA joins to one all-reduce.
 
     Args:
         loss_fn: As for `value_and_grad`.

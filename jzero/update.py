@@ -71,13 +71,20 @@ def _check_update(updates, opt_state, tx, layout):
                 f"tx.update made an update of shape {x.shape} for params{keystr(path)}, whose shape is {leaf.shape}. "
                 f"An optimizer that wants one gradient for each example (dpsgd) cannot be used: jzero sums them."
             )
-    came, wanted = jax.tree.structure(opt_state), layout.opt_leaves(tx)[0]
+    came, (wanted, leaves) = jax.tree.structure(opt_state), layout.opt_leaves(tx)
     if came != wanted:
         raise ValueError(
             f"tx.update returned a state of another structure than tx.init ({came.num_leaves} leaves, not "
             f"{wanted.num_leaves}), so that the next step could not take it: optax.monitor does so. Leave it out, or "
             f"give tx an init that makes all of its state."
         )
+    for x, leaf in zip(jax.tree.leaves(opt_state), leaves, strict=True):
+        if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"tx.update made {x.dtype}{x.shape} of the state leaf {leaf.path}, which tx.init made as "
+                f"{leaf.dtype}{leaf.shape}, so that the next step could not take it. Use params of another dtype, or "
+                f"another optimizer."
+            )
 
 
 def apply_gradients(
