@@ -5,12 +5,12 @@ from jzero.explain import explain
 from jzero.grad import value_and_grad
 from jzero.layout import Layout
 from jzero.loss import Weighted
+from jzero.mark import gather
 from jzero.mesh import make_mesh
 from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
 from jzero.state import TrainState, init
 from jzero.step import train_step
-from jzero.stream import gather_here as gather
 from jzero.update import apply_gradients
 from jzero.zero import zero
 

@@ -122,6 +122,8 @@ def explain(
         whole on every device: 3 elements are fewer than min_shard_size=4096
     """
     stage, sizes, found = layout.stage, layout.mesh.shape, []
+    if loss_fn is None and (batch is not None or has_aux or key is not None or model_state is not None):
+        raise ValueError("explain: batch, has_aux, key and model_state say how to call a loss; pass loss_fn as well.")
     if loss_fn is not None:
         params = layout.treedef.unflatten([leaf.placed(stage.params) for leaf in layout.leaves])
         asked = {"has_aux": has_aux, "with_key": key is not None, "with_model_state": model_state is not None}

@@ -1,6 +1,7 @@
 """`value_and_grad`: the only shard_map around a user's loss."""
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -117,7 +118,11 @@ def gradient_program(
     `differ` says for each of `must_agree(model_state)` whether the batch shards returned different values. Tracing it
     puts into `found` where leaves are gathered.
     """
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; wanted a function loss_fn(params, batch).")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is a {type(layout).__name__}; wanted the Layout that jzero.zero returns.")
+    if not isinstance(microbatches, Integral) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}; wanted an int of 1 or more.")
     stage, parts = layout.stage, layout.batch_shards * microbatches
 

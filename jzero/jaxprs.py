@@ -1,6 +1,7 @@
 """What jzero knows of the inside of jax: how to read a jaxpr and how to evaluate one equation. All of it moves."""
 
 import contextlib
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,12 +46,30 @@ def is_var(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
+def is_zero(atom: Any) -> bool:
+    """Whether an operand is the literal 0."""
+    return isinstance(atom, core.Literal) and bool(atom.val == 0)
+
+
+def is_placed_by_hand(eqn: Any) -> bool:
+    """Whether a `jit` equation has shardings of the user's, which evaluating its inside would lose."""
+    shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+
+
 def source_of(eqn: Any) -> str:
     """The user's function, file and line that an equation comes from, as in "block (model.py:31)"."""
     traceback = eqn.source_info.traceback if eqn is not None else None
     for frame in traceback.frames if traceback is not None else ():
-        if not any(
-            f"/{package}/" in frame.file_name for package in ("jax", "jaxlib", "flax", "optax", "equinox", "jzero")
-        ):
+        if not frame.file_name.startswith(_LIBRARIES):
             return f"{frame.function_name.split('.')[-1]} ({frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num})"
     return "unknown"
+
+
+def _folder(name: str) -> str | None:
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else spec.origin.rsplit("/", 1)[0] + "/"
+
+
+_LIBRARIES = tuple(filter(None, map(_folder, ("jax", "jaxlib", "flax", "optax", "equinox", "jzero"))))
+"""Folders of what stands between a user's line and a primitive."""

@@ -244,8 +244,10 @@ class Layout:
         placement = self.stage.params if tx is None else self.stage.opt_state
 
         def padded(path, x, leaf):
-            _shape_of("stored", path, x, leaf)
             wanted = leaf.placed(placement).shape
+            if _shape_of("stored", path, x, leaf) not in (leaf.shape, wanted):
+                raise
+                ValueError(f"stored: {path} has the padded shape {x.shape}; wanted its logical shape {leaf.shape}.")
             if tuple(x.shape) == wanted or isinstance(x, Tracer):
                 return pad(x, wanted)
             return jax.jit(pad, static_argnums=1, out_shardings=self.sharding(self.spec(leaf, placement)))(x, wanted)
@@ -254,6 +256,8 @@ class Layout:
 
 
 def _shape_of(method: str, path: str, x: Any, leaf: Leaf) -> tuple[int, ...]:
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{method}: {path} is a {type(x).__name__}, not an array.")
     shape = tuple(np.shape(x))
     if shape not in (leaf.shape, leaf.stored):
         padded = f", or stored {leaf.stored}" if leaf.stored != leaf.shape else ""

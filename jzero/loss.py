@@ -69,7 +69,7 @@ def take_apart(out: Any, *, has_aux: bool, with_model_state: bool, model_state: 
     weight = None
     if isinstance(out, Weighted):
         total = _scalar("Weighted.total", out.total)
-        weight = lax.stop_gradient(jnp.asarray(out.weight))
+        weight = lax.stop_gradient(_array("Weighted.weight", out.weight))
         if weight.shape:
             raise ValueError(f"Weighted.weight has shape {weight.shape}; wanted a scalar, such as its sum.")
         weight = weight.astype(total.dtype)

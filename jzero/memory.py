@@ -69,6 +69,8 @@ def formula(stage: int | Stage, *, params: int, shards: int, param_bytes: int = 
         [12000000.0, 5000000.0, 5000000.0, 1500000.0]
     """
     stage = as_stage(stage)
+    if shards < 1:
+        raise ValueError(f"formula: shards={shards}; wanted 1 or more.")
     share = {"replicated": 1, "sharded": shards}
     return params * param_bytes * (1 / share[stage.params] + moments / share[stage.opt_state])
 
@@ -77,6 +79,8 @@ def live_bytes(tree: Any) -> dict[jax.Device, int]:
     """Bytes that the arrays of a tree take on each device of this process, counted on their shards."""
     found: dict[jax.Device, int] = defaultdict(int)
     for leaf in jax.tree.leaves(tree):
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(f"live_bytes: a {type(leaf).__name__} lives on no device; pass jax.Arrays.")
         for shard in leaf.addressable_shards:
             found[shard.device] += shard.data.nbytes
     return dict(found)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -75,7 +76,7 @@ def init(
         *args: Arguments of `init_params`, usually a random key.
         key: A random key for training, kept in the state, for losses that take `key=`.
         model_state: Initial model state (batch statistics, counters), for losses that take `model_state=`. It is
-        copied.
+            copied.
 
     Returns:
         A `TrainState` with step 0, placed as `state_shardings(tx, layout)`.
@@ -91,6 +92,13 @@ def init(
         >>> state.params["w"].sharding.spec, state.params["w"].addressable_shards[0].data.shape
         (P(None, 'data'), (64, 1))
     """
+    if not callable(init_params):
+        raise TypeError(
+            f"init: init_params is a {type(init_params).__name__}; wanted a function that makes the params. For params "
+            f"that exist: jzero.init(lambda p: p, tx, layout, params)."
+        )
+    if key is not None and not np.shape(key) and not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
+        raise TypeError(f"init: key={key!r}; wanted a random key, such as jax.random.key(0).")
     return compile_init(init_params, tx, layout)(*args, key=key, model_state=jax.tree.map(jnp.asarray, model_state))
 
 

@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ class TrainStep:
 
     Attributes:
         jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics, differ)` that it runs, donating `state`;
-            `differ` says which leaves of the model state were not the same on all batch shards; None if all can be
+            `differ` says which leaves of the model state were not the same on all batch shards, None if all are
         averaged. wait: Whether each call waits until its loss is there.
     """
 
@@ -110,7 +111,7 @@ def train_step(
         >>> float(metrics["loss"]), bool(metrics["clipped"]), int(state.step)
         (64.0, True, 1)
     """
-    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
     program = gradient_program(

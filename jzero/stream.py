@@ -13,17 +13,18 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jzero.collectives import all_reduce, gather, scatter
-from jzero.jaxprs import bind, has_jaxpr, inner_jaxpr, is_var, source_of, split_scan
+from jzero.jaxprs import bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var, source_of, split_scan
 from jzero.layout import Layout
+from jzero.mark import MARK
+from jzero.plan import LOOPS_AND_BLOCKS, plan
 from jzero.rules import Leaf
-from jzero.views import SLICES, STRUCTURAL, Demand, Reduced, Shards, View, pushed_back
+from jzero.shapes import moved_dim
+from jzero.views import SLICES, STRUCTURAL, Demand, Reduced, Shards, View
 
 FORWARD, BACKWARD, KEPT = "forward", "backward", "kept"
 REMAT = {"checkpoint", "remat", "remat2"}
-MARK = "jzero.gather"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Gathering:
         where: Function and line of the use, as the user wrote it.
         phase: "forward" or "backward".
         dtype: Dtype on the wire.
-        bytes: Bytes of the gathered array.
+        bytes: Bytes of the gathered array, without padding.
         times: How often it runs in one microbatch.
         early: The primitive that the gather could not be moved into or behind; empty at a first real use.
     """
@@ -63,26 +64,6 @@ class Run:
     times: int = 1
     phase: str = FORWARD
     loss: Any = None
-
-
-def gather_here(tree: Any) -> Any:
-    """Marks the place where leaves are to be gathered. Its public name is `jzero.gather`.
-
-    By default a leaf is gathered at its first real use. Inside of a loss under `value_and_grad` this asks for it here,
-    in the forward pass. On plain arrays it is the identity, so that a model with it also runs alone.
-
-    Args:
-        tree: Arrays, such as some of the params.
-
-    Returns:
-        The same tree.
-
-    Example:
-        >>> loss_fn = lambda params, x: jnp.mean(x @ jzero.gather(params["w"]))
-        >>> float(loss_fn({"w": jnp.ones(2)}, jnp.ones((4, 2))))
-        2.0
-    """
-    return jax.tree.map(lambda x: checkpoint_name(x, MARK), tree)
 
 
 def reduces_in_backward(layout: Layout, leaf: Leaf) -> bool:
@@ -143,16 +124,16 @@ def stream(
 
 def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wants: Any, loss: Any = None):
     """Evaluates a jaxpr on arrays and views. Each output with a `Demand` in `wants` comes back `Reduced`."""
-    want = _plan(jaxpr, wants)
+    want = plan(jaxpr, wants)
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-    rematted = Counter(v for eqn in jaxpr.eqns if eqn.primitive.name in REMAT for v in eqn.invars if is_var(v))
+    backward = next((index + 1 for index, eqn in enumerate(jaxpr.eqns) if loss in eqn.outvars), 0)
+    uses = Counter(v for eqn in jaxpr.eqns[backward:] for v in eqn.invars if is_var(v))
     for eqn in jaxpr.eqns:
         ins = [env[v] if is_var(v) else v.val for v in eqn.invars]
         if eqn.primitive.name in REMAT:
-            # What several blocks share is gathered once for all of them.
+            # What the backward pass needs inside of a block and elsewhere is gathered once, outside.
             ins = [
-                _whole(run, x, eqn) if is_var(v) and rematted[v] > 1 else x
-                for x, v in zip(ins, eqn.invars, strict=True)
+                _whole(run, x, eqn) if is_var(v) and uses[v] > 1 else x for x, v in zip(ins, eqn.invars, strict=True)
             ]
         outs = _equation(run, eqn, ins, [want.get(v) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -162,55 +143,9 @@ def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], 
     return [_reduced(run, x, demand) for x, demand in zip(outs, wants, strict=True)]
 
 
-def _plan(jaxpr: Any, wants: Sequence[Demand | None]) -> dict[Any, Demand]:
-    """Which values to reduce, or to expect reduced: from demands on outputs as far back as that saves bytes.
-
-    It does in front of a cast to a wider dtype, of a part put in its place among zeros, and inside of a loop or block.
-    """
-    uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
-    uses.update(v for v in jaxpr.outvars if is_var(v))
-    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    want: dict[Any, Demand] = {}
-
-    def alone(atom):
-        return is_var(atom) and uses[atom] == 1 and atom in maker
-
-    def placed(atom):
-        """Whether this is a part of a gradient put in its place among zeros, or a sum of such."""
-        if not alone(atom):
-            return False
-        eqn = maker[atom]
-        return eqn.primitive.name == "pad" or (eqn.primitive.name == "add_any" and all(map(placed, eqn.invars)))
-
-    def push(atom, demand):
-        chain, useful = [], 0
-        while alone(atom):
-            chain.append((atom, demand))
-            eqn = maker[atom]
-            if eqn.primitive.name in RULES:
-                useful = len(chain) - 1
-            elif eqn.primitive.name == "add_any" and all(map(placed, eqn.invars)):
-                useful = len(chain) - 1
-                for operand in eqn.invars:
-                    push(operand, demand)
-            before = pushed_back(eqn, demand)
-            if before is None or not alone(eqn.invars[0]):
-                break
-            operand = eqn.invars[0]
-            if operand.aval.size * operand.aval.dtype.itemsize < atom.aval.size * atom.aval.dtype.itemsize:
-                useful = len(chain)
-            atom, demand = operand, before
-        want.update(chain[: useful + 1])
-
-    for atom, demand in zip(jaxpr.outvars, wants, strict=True):
-        if demand is not None:
-            push(atom, demand)
-    return want
-
-
 def _equation(run, eqn, ins, wants):
     name, first = eqn.primitive.name, ins[0] if ins else None
-    if name in RULES and (any(isinstance(x, View) for x in ins) or any(wants)):
+    if name in RULES and not is_placed_by_hand(eqn) and (any(isinstance(x, View) for x in ins) or any(wants)):
         return RULES[name](run, eqn, ins, wants)
     if isinstance(first, Reduced):
         return [first.through(eqn, ins[1:])]
@@ -269,7 +204,8 @@ def _jit(run, eqn, ins, wants):
 
 
 def _remat(run, eqn, ins, wants):
-    if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+    prevent_cse = eqn.params["prevent_cse"]  # in jax 0.12 perhaps one for each argument
+    if eqn.params["differentiated"] and (any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse):
         # What the lowering of remat does as well: without it XLA would find the forward pass in the recomputation.
         plain = lax.optimization_barrier([x.shards.value if isinstance(x, View) else x for x in ins])
         ins = [
@@ -292,7 +228,7 @@ def _scan(run, eqn, ins, wants):
     """
     params, (jaxpr, closed) = eqn.params, inner_jaxpr(eqn)
     consts, carry, xs = split_scan(eqn, ins)
-    consts = [x if _only_sliced(jaxpr, v) else _whole(run, x, eqn) for x, v in zip(consts, jaxpr.invars, strict=False)]
+    consts = [_closed_over(run, x, eqn, jaxpr, v) for x, v in zip(consts, jaxpr.invars, strict=False)]
     carry, first = [_whole(run, x, eqn) for x in carry], len(carry)
     xs = [_scannable(run, x, eqn) for x in xs]
     inside = [None if want is None or want.dim == 0 else Demand(want.dim - 1, want.length) for want in wants[first:]]
@@ -308,7 +244,8 @@ def _scan(run, eqn, ins, wants):
             if wholes:
                 x.shards.gathered.update(wholes)
         outer, run.times = run.times, run.times * params["length"]
-        outs = _evaluate(run, jaxpr, closed, [*consts, *carry, *inner], [None] * first + inside)
+        own = [x.on(x.shards.value, run.phase) if isinstance(x, View) else x for x in consts]
+        outs = _evaluate(run, jaxpr, closed, [*own, *carry, *inner], [None] * first + inside)
         carry, ys = [_whole(run, x, eqn) for x in outs[:first]], [_stackable(run, y, eqn) for y in outs[first:]]
         run.times = outer
         # A stacked output that is a scanned leaf itself (what the backward pass needs of it) is not stacked again.
@@ -352,9 +289,14 @@ def _scan(run, eqn, ins, wants):
     return [*carry, *(_reduced(run, y, want) for y, want in zip(ys, wants[first:], strict=True))]
 
 
-def _only_sliced(jaxpr, var):
-    users = [eqn for eqn in jaxpr.eqns if var in eqn.invars]
-    return var not in jaxpr.outvars and all(eqn.primitive.name in SLICES and eqn.invars[0] is var for eqn in users)
+def _closed_over(run, x, eqn, jaxpr, var):
+    """A leaf that a body closes over: whole, or a view if the body only takes slices that keep the shards intact."""
+    view = x.settle() if isinstance(x, View) else None
+    if view is not None and var not in jaxpr.outvars:
+        users = [user for user in jaxpr.eqns if var in user.invars]
+        if all(user.primitive.name in SLICES and moved_dim(user, view.shards.dim) is not None for user in users):
+            return view
+    return _whole(run, x, eqn)
 
 
 def _scannable(run, x, eqn):
@@ -374,7 +316,7 @@ def _held(run, x):
 def _stackable(run, y, eqn):
     if isinstance(y, View):
         view = y.settle()
-        return _whole(run, y, eqn) if view is None else view
+        return _whole(run, y, eqn, early="scan") if view is None else view
     return y
 
 
@@ -382,6 +324,6 @@ def _plain(x):
     return x.shards.value if isinstance(x, View) else x.value if isinstance(x, Reduced) else x
 
 
-RULES = {"jit": _jit, "pjit": _jit, "closed_call": _jit, "eval_jaxpr": _jit, "scan": _scan} | dict.fromkeys(
-    REMAT, _remat
+RULES: dict[str, Callable[..., list[Any]]] = (
+    dict.fromkeys(LOOPS_AND_BLOCKS, _jit) | {"scan": _scan} | dict.fromkeys(REMAT, _remat)
 )

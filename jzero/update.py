@@ -37,7 +37,8 @@ def _update(state, grads, tx, layout, functions, values):
 
     trained, rest = partition(state.params, layout)
     trained = to_optimizer(trained)
-    values = {name: to_optimizer(x) if _is_trainable_tree(x, layout) else x for name, x in values.items()}
+    if "grad" in values:
+        values["grad"] = to_optimizer(values["grad"])
     try:
         updates, opt_state = optax.with_extra_args_support(tx).update(
             to_optimizer(grads), layout.logical(state.opt_state, tx=tx), trained, **dict(functions), **values
@@ -56,10 +57,6 @@ def _update(state, grads, tx, layout, functions, values):
     params = place(combine(layout.trainable_treedef.unflatten(trained), rest), layout.param_specs)
     opt_state = place(layout.stored(opt_state, tx=tx), layout.opt_specs(tx))
     return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-
-
-def _is_trainable_tree(x, layout):
-    return jax.tree.structure(x) == layout.trainable_treedef and layout.trainable_treedef.num_nodes > 1
 
 
 def _check_update(updates, opt_state, tx, layout):
@@ -102,7 +99,8 @@ def apply_gradients(
         grads: From `value_and_grad`, placed as `layout.grad_specs`; padded leaves may come in logical shapes too.
         tx: The optax optimizer that `state` was made with.
         layout: The layout that `state` was made with.
-        **extra: What `tx.update` needs beside gradients: `value=`, `grad=`, `value_fn=`.
+        **extra: What `tx.update` needs beside gradients: `value=`, `grad=` (the gradients once more), `value_fn=`. A
+            function is compiled in: pass the same one in each step, not a new lambda.
 
     Returns:
         The next state, with the same placements and `step` one higher. Leaves that are not trained are kept.

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jzero.jaxprs import is_zero
 from jzero.rules import Leaf
 from jzero.shapes import moved_dim, on_shard
 
@@ -73,8 +75,11 @@ class View:
         if eqn.primitive.name != "convert_element_type":
             return View(self.shards, self.dtype, (*self.after, eqn))
         casts, shapes, dtype = *self.sorted(), eqn.params["new_dtype"]
-        if dtype == self.dtype or (not casts and dtype.itemsize < self.dtype.itemsize):
-            return View(self.shards, dtype, tuple(shapes))
+        if _floating(dtype, self.dtype, *(e.params["new_dtype"] for e in casts)):
+            # Back from wider floats nothing is lost; float16 and bfloat16 are neither wider than the other.
+            wider = [jnp.promote_types(e.params["new_dtype"], dtype) == e.params["new_dtype"] for e in casts]
+            if (dtype == self.dtype and all(wider)) or (not casts and dtype.itemsize < self.dtype.itemsize):
+                return View(self.shards, dtype, tuple(shapes))
         return View(self.shards, self.dtype, (*self.after, eqn))
 
     def sorted(self) -> tuple[list[Any], list[Any]]:
@@ -125,16 +130,20 @@ class Reduced:
         return Reduced(on_shard(eqn, self.value, self.dim, *others), dim)
 
 
+def _floating(*dtypes: Any) -> bool:
+    return all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+
+
 def pushed_back(eqn: Any, demand: Demand) -> Demand | None:
     """The demand on the operand of a linear operation that serves a demand on its result; None if there is none.
 
-    A reduction does not move in front of a cast that would make it wider.
+    A reduction moves neither in front of a cast that would make it wider, nor of one from integers, nor of a pad with
+    anything but zeros: these would not be linear.
     """
-    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    if (
-        eqn.primitive.name not in STRUCTURAL | {"broadcast_in_dim", "pad"}
-        or before.dtype.itemsize > after.dtype.itemsize
-    ):
+    name, before, after = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
+    if name not in STRUCTURAL | {"broadcast_in_dim", "pad"} or before.dtype.itemsize > after.dtype.itemsize:
+        return None
+    if not _floating(before.dtype, after.dtype) or (name == "pad" and not is_zero(eqn.invars[1])):
         return None
     dim = next((dim for dim in range(len(before.shape)) if moved_dim(eqn, dim) == demand.dim), None)
     return None if dim is None else Demand(dim, demand.length)

@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -53,9 +56,10 @@ def zero(
 
     Raises:
         ValueError: An unknown stage; an axis that the mesh lacks or that is named twice; a mesh axis that is not
-            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` that matches nothing, or a mask of another
-            structure.
-        TypeError: A leaf that is no array; `trainable` names a leaf whose dtype cannot be trained.
+            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` or a pattern of `regather` that matches
+            nothing, or a mask of another structure.
+        TypeError: An option of another type; a leaf that is no array; `trainable` names a leaf whose dtype cannot be
+            trained.
 
     Warns:
         UserWarning: One array stands at two paths. In JAX these are two params, which will drift apart; to tie them,
@@ -82,7 +86,7 @@ def zero(
                 f"zero: mesh axis {name!r} has type {kind}; jzero needs Auto. Make the mesh with jzero.make_mesh, or "
                 f"pass axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to jax.make_mesh."
             )
-    if not isinstance(min_shard_size, int) or min_shard_size < 0:
+    if not isinstance(min_shard_size, Integral) or isinstance(min_shard_size, bool) or min_shard_size < 0:
         raise ValueError(f"zero: min_shard_size={min_shard_size!r}; it counts elements, so an int of 0 or more.")
     named, treedef = tree_flatten_with_path(params)
     if not named:
@@ -124,7 +128,7 @@ def _trained(named, treedef, trainable) -> list[bool]:
     if trainable is None:
         chosen, how = able, "no leaf is floating or complex"
     elif callable(trainable):
-        chosen = [bool(trainable(_name(path), leaf)) for path, leaf in named]
+        chosen = [_decided(_name(path), trainable(_name(path), leaf)) for path, leaf in named]
         how = "the predicate trainable is false for each"
     else:
         mask = check_structure("trainable", trainable, treedef, "Give it True or False at each leaf of params.")
@@ -146,11 +150,20 @@ def _trained(named, treedef, trainable) -> list[bool]:
     return chosen
 
 
+def _decided(path, value) -> bool:
+    if value is None or (np.ndim(value) == 0 and not isinstance(value, Tracer)):
+        return bool(value)
+    raise TypeError(f"zero: the predicate trainable returned {value!r} for {path!r}; wanted True or False.")
+
+
 def _regathered(named, regather) -> list[bool]:
     """Whether each leaf is gathered again in the backward pass."""
     if isinstance(regather, bool):
         return [regather] * len(named)
     paths = [_name(path) for path, _ in named]
+    pairs = isinstance(regather, list | tuple) and all(isinstance(pair, list | tuple) for pair in regather)
+    if not pairs or not all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], bool) for p in regather):
+        raise TypeError(f"zero: regather={regather!r}; wanted True, False or a list of (path pattern, bool).")
     for pattern, _ in regather:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise ValueError(

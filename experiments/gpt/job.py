@@ -1,6 +1,7 @@
 """Model, loss, optimizer and layout of one run, put together."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Job:
     @property
     def n_params(self) -> int:
         """Number of elements of the params."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.layout.abstract_params))
+        return sum(math.prod(leaf.shape) for leaf in self.layout.leaves)
 
 
 def build(config: Config, mesh: Mesh) -> Job:

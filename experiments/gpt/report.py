@@ -1,7 +1,6 @@
 """Tables and the progress bar."""
 
 from jax.sharding import PartitionSpec
-from jax.tree_util import keystr, tree_leaves_with_path
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,8 +36,8 @@ def show_placements(console: Console, job: Job) -> None:
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right")
     whole: dict[str, list[str]] = {}
-    for (path, _), row in zip(tree_leaves_with_path(layout.abstract_params), jzero.explain(layout), strict=True):
-        name = keystr(path, simple=True, separator="/")
+    for row in jzero.explain(layout):
+        name = row.path
         if row.reason:
             whole.setdefault(row.reason, []).append(name)
         places = [_place(spec) for spec in (row.params, row.grads, row.opt_state)]
@@ -49,7 +48,7 @@ def show_placements(console: Console, job: Job) -> None:
         console.print(f"  {', '.join(names)}: {reason}", markup=False, highlight=False)
 
 
-def _place(spec: PartitionSpec) -> str:
+def _place(spec: PartitionSpec | None) -> str:
     cut = [dim for dim, axes in enumerate(spec) if axes is not None]
     return f"dim {cut[0]}" if cut else "whole"
 
