@@ -10,8 +10,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import process_worker
 import pytest
+
+from tests import process_worker
 
 PROCESSES, LIMIT = 2, 240  # seconds
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ KEEP = 30  # every leaf of tests.models is larger
 def layout_of(params, axes, stage, **options):
     mesh = jzero.make_mesh(devices=jax.devices()[: math.prod(axes.values())], **axes)
     replica = tuple(axis for axis in axes if axis == "replica")
-    return jzero.zero(params, stage=stage, mesh=mesh, replica_axes=replica, **({"min_shard_size": KEEP} | options))
+    more: dict[str, Any] = {"min_shard_size": KEEP} | options
+    return jzero.zero(params, stage=stage, mesh=mesh, replica_axes=replica, **more)
 
 
 def placed(params, layout):
@@ -209,7 +211,8 @@ def test_memory_grows_by_activations_only(stage):
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, layout.param_shardings
         )
         batch = jax.ShapeDtypeStruct((8 * examples, tokens), "int32", sharding=layout.sharding(layout.batch_spec))
-        return program.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+        analysis: Any = program.lower(params, batch).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
 
     activations, weights = 4 * examples * tokens * d, 4 * 2 * d * f
     assert temp(24) - temp(12) <= 12 * activations * 1.01

@@ -110,7 +110,7 @@ def _apart(some: Iterable[float], others: Iterable[float]) -> float:
 def _table(config: Config, trials: list[Trial]) -> Table:
     model = 4 * trials[0].job.n_params
     table = Table(box=box.SIMPLE_HEAD, title=f"{config.steps} steps at stages 0 to 3", title_justify="left")
-    table.add_column("")
+    table.add_column("", min_width=len("  reduce-scatter"))
     for stage in range(len(trials)):
         table.add_column(f"stage {stage}", justify="right")
 

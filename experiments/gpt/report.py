@@ -49,6 +49,8 @@ def show_placements(console: Console, job: Job) -> None:
 
 
 def _place(spec: PartitionSpec | None) -> str:
+    if spec is None:
+        return "-"
     cut = [dim for dim, axes in enumerate(spec) if axes is not None]
     return f"dim {cut[0]}" if cut else "whole"
 
