@@ -407,7 +407,7 @@ def test_compare_stages_against_one_device(folder, tmp_path, capsys):
         for row in stages
         for kinds in [("all-gather", "reduce-scatter")]
     ]
-    wanted = [(0, 0), (1, 1), (1, 2), (2, 2)]
+    wanted = [(0, 0), (1, 1), (1, 2), (4, 2)]  # of 2 microbatches; at stage 3 gathered forward and backward
     assert sizes == [{"all-gather": gather * model, "reduce-scatter": scatter * model} for gather, scatter in wanted]
 
 
