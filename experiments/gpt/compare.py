@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jax.sharding import Mesh
-from rich import box
+from rich import box, filesize
 from rich.console import Console
 from rich.table import Table
 
@@ -90,10 +90,10 @@ def compare(config: Config, mesh: Mesh, text: Text, record: Record, console: Con
         "Bytes are those of one device: stored between steps, on live arrays; temp, what a step needs besides."
     )
     console.print(
-        f"Collectives are counted per step: how many, bytes of the whole arrays that are gathered, scattered or "
-        f"reduced, and those bytes over M, one model's worth ({4 * trials[0].job.n_params / 1e6:.3g} MB). 'Written by "
-        f"jzero' reads the program as it is lowered; 'as compiled' what XLA makes of it, with what the norm and the "
-        f"optimizer add."
+        f"Collectives of one step: bytes of the whole arrays that are gathered, scattered or reduced, in how many "
+        f"collectives, over which mesh axes, and the bytes in models' worth (M is "
+        f"{filesize.decimal(4 * trials[0].job.n_params)}). 'Written by jzero' reads the program as it is lowered; 'as "
+        f"compiled' what XLA makes of it, with what the norm and the optimizer add."
     )
     apart = max(_apart(trials[0].losses, other.losses) for other in trials[1:])
     if apart <= AGREE:
@@ -109,8 +109,10 @@ def _apart(some: Iterable[float], others: Iterable[float]) -> float:
 
 def _table(config: Config, trials: list[Trial]) -> Table:
     model = 4 * trials[0].job.n_params
-    table = Table(box=box.SIMPLE_HEAD, title=f"{config.steps} steps at stages 0 to 3", title_justify="left")
-    table.add_column("", min_width=len("  reduce-scatter"))
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title=f"{config.steps} steps at stages 0 to 3", title_justify="left"
+    )
+    table.add_column("")
     for stage in range(len(trials)):
         table.add_column(f"stage {stage}", justify="right")
 
@@ -141,8 +143,8 @@ def _table(config: Config, trials: list[Trial]) -> Table:
         totals = [by_kind(view) for view in views]
         for kind, axes in sorted(set().union(*totals)):
             found = [total.get((kind, axes), (0, 0)) for total in totals]
-            row(f" {kind}", [f"{count} x" if count else "-" for count, _ in found])
-            row(f"  over {', '.join(axes) or '?'}", [_size(size, model) if size else "" for _, size in found])
+            row(f" {kind}", [f"{filesize.decimal(size)} in {count}" if count else "-" for count, size in found])
+            row(f"  {', '.join(axes) or '?'}", [f"{size / model:.2f}M" if size else "" for _, size in found])
     return table
 
 
@@ -153,10 +155,6 @@ def by_kind(rows: Iterable[jzero.audit.Collective]) -> dict[tuple[str, tuple[str
         counts[row.kind, row.axes] += row.count
         sizes[row.kind, row.axes] += row.bytes
     return {key: (counts[key], sizes[key]) for key in counts}
-
-
-def _size(count: int, model: int) -> str:
-    return f"{count / 1e6:.3g} MB {count / model:.2f}M" if count >= model / 200 else f"{count:,} B"
 
 
 def _plain(found: Trial) -> dict:
