@@ -32,7 +32,7 @@ MESHES = [
 
 @dataclass(frozen=True)
 class Case:
-    shapes: tuple[tuple[tuple[int, ...], str, bool], ...]  # shape, dtype, frozen
+    shapes: tuple[tuple[tuple[int, ...], str, bool, str], ...]  # shape, dtype, frozen, how the loss takes it
     axes: tuple[tuple[str, int], ...]
     stage: int
     microbatches: int
@@ -42,10 +42,11 @@ class Case:
 
 sizes = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16])
 shapes = st.lists(sizes, min_size=0, max_size=5).map(tuple).filter(lambda shape: math.prod(shape) <= 512)
-leaves = st.tuples(shapes, st.sampled_from(DTYPES), st.booleans())
+ROUTES = ("whole", "transposed", "halves", "rows", "flat", "scanned", "scanned blocks", "block", "wide", "jitted")
+leaves = st.tuples(shapes, st.sampled_from(DTYPES), st.booleans(), st.sampled_from(ROUTES))
 cases = st.builds(
     Case,
-    shapes=st.lists(leaves, min_size=0, max_size=4).map(lambda more: (((7, 3), "float64", False), *more)),
+    shapes=st.lists(leaves, min_size=0, max_size=4).map(lambda more: (((7, 3), "float64", False, "whole"), *more)),
     axes=st.sampled_from(MESHES).map(lambda axes: tuple(axes.items())),
     stage=st.integers(0, 3),
     microbatches=st.sampled_from([1, 2, 3]),
@@ -64,24 +65,63 @@ def make(index, shape, dtype):
     return jnp.asarray(x > 0 if dtype == "bool" else x * 3, dtype)
 
 
-def loss_fn(params, batch):
+def along(route, wave, leaf):
+    """The sum of `wave` over a leaf that the loss takes apart in one of many ways."""
+    if not leaf.ndim or not leaf.size:
+        return wave(leaf)
+
+    def rows(wave):
+        return jax.lax.scan(lambda total, row: (total + wave(row), None), jnp.zeros((), "float64"), leaf)[0]
+
+    half = leaf.shape[-1] // 2
+    match route:
+        case "transposed":
+            return wave(leaf.T)
+        case "halves":
+            return wave(leaf[..., :half]) + 2 * wave(leaf[..., half:])
+        case "rows":
+            return sum(wave(leaf[index]) for index in range(min(4, len(leaf))))
+        case "flat":
+            return wave(leaf.reshape(-1))
+        case "scanned":
+            return rows(wave)
+        case "scanned blocks":
+            return rows(jax.checkpoint(wave)) + wave(leaf)
+        case "block":
+            return jax.checkpoint(wave)(leaf) + jax.checkpoint(wave)(leaf.T)
+        case "wide":  # to a wider dtype and back
+            wide = "complex128" if jnp.iscomplexobj(leaf) else "float64"
+            return wave(leaf.astype(wide).T.astype(leaf.dtype))
+        case "jitted":
+            return jax.jit(wave)(leaf[::-1])
+    return wave(leaf)
+
+
+def make_loss(routes):
     """A loss in which each leaf, each of its elements and each example tells."""
 
-    def one(x):
-        total = jnp.zeros((), "float64")
-        for index, leaf in enumerate(jax.tree.leaves(params)):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                continue
-            wide = leaf.astype("complex128" if jnp.iscomplexobj(leaf) else "float64")
-            place = jnp.arange(leaf.size, dtype="float64").reshape(leaf.shape)
-            wave = jnp.sin(wide * (0.3 + 0.01 * index) + 0.1 * place + x)
-            total = total + jnp.sum(jnp.real(wave * jnp.conj(wave)) * (1 + 0.05 * place))
-        return total
+    def loss_fn(params, batch):
+        def one(x):
+            total = jnp.zeros((), "float64")
+            for index, (leaf, route) in enumerate(zip(jax.tree.leaves(params), routes, strict=True)):
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                    continue
 
-    each = jax.vmap(one)(batch["x"])
-    if "weight" in batch:
-        return jzero.Weighted(jnp.sum(each * batch["weight"]), jnp.sum(batch["weight"]))
-    return jnp.mean(each)
+                def wave(part, index=index):
+                    wide = part.astype("complex128" if jnp.iscomplexobj(part) else "float64")
+                    place = jnp.arange(part.size, dtype="float64").reshape(part.shape)
+                    values = jnp.sin(wide * (0.3 + 0.01 * index) + 0.1 * place + x)
+                    return jnp.sum(jnp.real(values * jnp.conj(values)) * (1 + 0.05 * place))
+
+                total = total + along(route, wave, leaf)
+            return total
+
+        each = jax.vmap(one)(batch["x"])
+        if "weight" in batch:
+            return jzero.Weighted(jnp.sum(each * batch["weight"]), jnp.sum(batch["weight"]))
+        return jnp.mean(each)
+
+    return loss_fn
 
 
 def value(out):
@@ -100,6 +140,7 @@ def assert_close(came, wanted):
 def check(case):
     axes, params = dict(case.axes), {f"p{i}": make(i, *leaf[:2]) for i, leaf in enumerate(case.shapes)}
     frozen = {f"p{i}" for i, leaf in enumerate(case.shapes) if leaf[2]}
+    loss_fn = make_loss([leaf[3] for leaf in case.shapes])
     replica = tuple(axis for axis in axes if axis == "replica")
     data = tuple(axis for axis in axes if axis != "replica")
     devices = math.prod(axes.values())
