@@ -126,6 +126,8 @@ def gradient_program(
         raise ValueError(f"microbatches={microbatches!r}; wanted an int of 1 or more.")
     stage, parts = layout.stage, layout.batch_shards * microbatches
 
+    unused = [False] * len(layout.trainable)
+
     def objective(leaves, batch, key, model_state):
         own = jax.tree.map(lambda x: x, model_state)  # the loss may change it in place, as nnx and equinox do
         given = ({"key": key} if with_key else {}) | ({"model_state": own} if with_model_state else {})
@@ -134,7 +136,7 @@ def gradient_program(
         return total, tuple(sums)
 
     def gradient(*args):
-        grads, sums, gatherings = stream(layout, objective, *args)
+        grads, sums, unused[:], gatherings = stream(layout, objective, *args)
         if found is not None:
             found[:] = gatherings
         return grads, sums
@@ -158,8 +160,8 @@ def gradient_program(
             carry, _ = lax.scan(add, (zeros, model_state), (jnp.arange(microbatches), split))
             (grads, sums), model_state = carry
         grads = [
-            grad if reduces_in_backward(layout, leaf) else reduce(layout, leaf, grad)
-            for leaf, grad in zip(layout.trainable, grads, strict=True)
+            grad if zero or reduces_in_backward(layout, leaf) else reduce(layout, leaf, grad)
+            for leaf, grad, zero in zip(layout.trainable, grads, unused, strict=True)
         ]
         total, weight, aux = jax.tree.map(lambda x: all_reduce(layout, x), sums)
         if weight is None:

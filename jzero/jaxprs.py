@@ -51,6 +51,16 @@ def is_zero(atom: Any) -> bool:
     return isinstance(atom, core.Literal) and bool(atom.val == 0)
 
 
+def are_zeros(jaxpr: Any, atoms: Sequence[Any]) -> list[bool]:
+    """Whether each of some outputs is nothing but zeros, as the gradient of what a loss does not use."""
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    makers = [maker.get(atom) if is_var(atom) else None for atom in atoms]
+    return [
+        is_zero(atom) or (eqn is not None and eqn.primitive.name == "broadcast_in_dim" and is_zero(eqn.invars[0]))
+        for atom, eqn in zip(atoms, makers, strict=True)
+    ]
+
+
 def is_placed_by_hand(eqn: Any) -> bool:
     """Whether a `jit` equation has shardings of the user's, which evaluating its inside would lose."""
     shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]

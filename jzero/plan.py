@@ -27,14 +27,21 @@ def plan(jaxpr: Any, wants: Sequence[Demand | None]) -> dict[Any, Demand]:
         return is_var(atom) and uses[atom] == 1 and atom in maker
 
     def parts(atom, demand):
-        """Bytes of the parts that a sum consists of, if each is put in its place by a pad that keeps the shards."""
-        if not alone(atom):
-            return float("inf")
-        eqn = maker[atom]
-        if eqn.primitive.name == "add_any":
-            return sum(parts(operand, demand) for operand in eqn.invars)
-        is_part = eqn.primitive.name == "pad" and pushed_back(eqn, demand) is not None and alone(eqn.invars[0])
-        return _bytes(eqn.invars[0]) if is_part else float("inf")
+        """The sums and the pads that a gradient consists of, if it is made of parts put in their places among zeros."""
+        sums, pads, todo = [], [], [atom]
+        while todo:
+            atom = todo.pop()
+            if not alone(atom):
+                return [], []
+            eqn = maker[atom]
+            if eqn.primitive.name == "add_any":
+                sums.append(atom)
+                todo.extend(eqn.invars)
+            elif eqn.primitive.name == "pad" and pushed_back(eqn, demand) is not None and alone(eqn.invars[0]):
+                pads.append(atom)
+            else:
+                return [], []
+        return sums, pads
 
     def push(atom, demand):
         chain, useful = [], 0
@@ -43,10 +50,13 @@ def plan(jaxpr: Any, wants: Sequence[Demand | None]) -> dict[Any, Demand]:
             eqn = maker[atom]
             if eqn.primitive.name in LOOPS_AND_BLOCKS:
                 useful = len(chain) - 1
-            elif eqn.primitive.name == "add_any" and parts(atom, demand) <= _bytes(atom):
-                useful = len(chain) - 1
-                for operand in eqn.invars:
-                    push(operand, demand)
+            elif eqn.primitive.name == "add_any":
+                sums, pads = parts(atom, demand)
+                if pads and sum(_bytes(maker[pad].invars[0]) for pad in pads) <= _bytes(atom):
+                    useful = len(chain) - 1
+                    want.update(dict.fromkeys(sums, demand))
+                    for pad in pads:
+                        push(pad, demand)
             before = pushed_back(eqn, demand)
             if before is None or not alone(eqn.invars[0]):
                 break

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jzero.collectives import all_reduce, gather, scatter
-from jzero.jaxprs import bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var, source_of, split_scan
+from jzero.jaxprs import are_zeros, bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var, source_of, split_scan
 from jzero.layout import Layout
 from jzero.mark import MARK
 from jzero.plan import LOOPS_AND_BLOCKS, plan
@@ -76,7 +77,7 @@ def reduces_in_backward(layout: Layout, leaf: Leaf) -> bool:
 
 def stream(
     layout: Layout, objective: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any
-) -> tuple[list[jax.Array], Any, list[Gathering]]:
+) -> tuple[list[jax.Array], Any, list[bool], list[Gathering]]:
     """Value and gradient of an objective, gathering and reducing as the stage asks, inside of the data axes' shard_map.
 
     Args:
@@ -87,7 +88,8 @@ def stream(
 
     Returns:
         The gradients of the trainable leaves, reduced where `reduces_in_backward` says so, else whole and this device's
-        own; what the objective returned beside its scalar; where leaves were gathered.
+        own; what the objective returned beside its scalar; which leaves it does not use, whose gradients are zeros that
+        need no reduction; where leaves were gathered.
     """
     whole = [leaf.placed("replicated") for leaf in layout.leaves]
     trained = [index for index, leaf in enumerate(layout.leaves) if leaf.trainable]
@@ -109,17 +111,21 @@ def stream(
         for x, leaf in zip(leaves, layout.leaves, strict=True)
     ]
     scattered = layout.stage.reduce == "block" and layout.stage.grads == "sharded"
+    unused = are_zeros(closed.jaxpr, closed.jaxpr.outvars[1 : 1 + len(trained)])
     wants = [
-        Demand(leaf.dim, leaf.stored[leaf.dim]) if scattered and leaf.dim is not None else None
-        for leaf in layout.trainable
+        Demand(leaf.dim, leaf.stored[leaf.dim]) if scattered and leaf.dim is not None and not zero else None
+        for leaf, zero in zip(layout.trainable, unused, strict=True)
     ]
     wants = [None, *wants, *[None] * (len(closed.jaxpr.outvars) - 1 - len(wants))]
     outs = _evaluate(run, closed.jaxpr, closed.consts, [*ins, *flat], wants, loss=closed.jaxpr.outvars[0])
     outs = [x.value if isinstance(x, Reduced) else _whole(run, x, None) for x in outs]
     _, grads, more = jax.tree.unflatten(jax.tree.structure(out), outs)
-    if layout.stage.reduce == "block" and not scattered:
-        grads = [all_reduce(layout, grad) for grad in grads]
-    return grads, more, run.gatherings
+    for index, leaf in enumerate(layout.trainable):
+        if unused[index]:
+            grads[index] = jnp.zeros(leaf.local(layout.stage.grads, layout.shards), leaf.dtype)
+        elif layout.stage.reduce == "block" and not scattered:
+            grads[index] = all_reduce(layout, grads[index])
+    return grads, more, unused, run.gatherings
 
 
 def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wants: Any, loss: Any = None):

@@ -140,8 +140,11 @@ def pushed_back(eqn: Any, demand: Demand) -> Demand | None:
     A reduction moves neither in front of a cast that would make it wider, nor of one from integers, nor of a pad with
     anything but zeros: these would not be linear.
     """
-    name, before, after = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
-    if name not in STRUCTURAL | {"broadcast_in_dim", "pad"} or before.dtype.itemsize > after.dtype.itemsize:
+    name = eqn.primitive.name
+    if name not in STRUCTURAL | {"broadcast_in_dim", "pad"}:
+        return None
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    if before.dtype.itemsize > after.dtype.itemsize:
         return None
     if not _floating(before.dtype, after.dtype) or (name == "pad" and not is_zero(eqn.invars[1])):
         return None
