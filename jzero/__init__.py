@@ -10,7 +10,7 @@ from jzero.mesh import make_mesh
 from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
 from jzero.state import TrainState, init
-from jzero.step import train_step
+from jzero.step import TrainStep, train_step
 from jzero.update import apply_gradients
 from jzero.zero import zero
 
@@ -19,6 +19,7 @@ __all__ = [
     "Layout",
     "Stage",
     "TrainState",
+    "TrainStep",
     "Weighted",
     "apply_gradients",
     "audit",

@@ -215,5 +215,6 @@ def test_random_trees(case):
 @given(case=cases)
 @settings(max_examples=250, **relaxed)
 def test_many_random_trees(case):
+    """250 cases; on jax 0.10.2 none of them failed (and none of 250 of an earlier form without routes)."""
     with jax.enable_x64(True):
         check(case)

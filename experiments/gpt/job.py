@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 import jzero
 from experiments.gpt.config import Config
 from experiments.gpt.model import GPT, loss_per_byte, mean_loss, next_byte_logits
-from jzero.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Job:
     tx: optax.GradientTransformation
     schedule: optax.Schedule
     layout: jzero.Layout
-    step: TrainStep
+    step: jzero.TrainStep
 
     def init(self, seed: int) -> jzero.TrainState:
         """The first state."""
