@@ -113,6 +113,7 @@ def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[C
             f"{type(lowered).__name__}. For a compiled program call compiled_collectives."
         )
     module: Any = lowered.compiler_ir("stablehlo")
+    _check_mesh(module, mesh)
     functions = {
         op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
     }
@@ -237,6 +238,18 @@ def _either(branches: list[list[Collective]]) -> list[Collective]:
         rows.append(dataclasses.replace(one, count=min(n)))
         rows.append(dataclasses.replace(one, count=max(n) - min(n), exact=False))
     return rows
+
+
+def _check_mesh(module: Any, mesh: jax.sharding.Mesh) -> None:
+    """Raises if the program names a mesh whose axes have other sizes than those of `mesh`."""
+    for op in module.body.operations:
+        sizes = re.findall(r'"([^"]+)"=(\d+)', str(op)) if op.operation.name == "sdy.mesh" else []
+        for axis, size in sizes:
+            if mesh.shape.get(axis, int(size)) != int(size):
+                raise ValueError(
+                    f"collectives: the program runs on a mesh with {axis}={size}, but the mesh given has "
+                    f"{axis}={mesh.shape[axis]}. Pass the mesh of the layout."
+                )
 
 
 def _axes_by_groups(mesh: jax.sharding.Mesh, n_devices: int) -> AxesByGroups:

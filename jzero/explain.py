@@ -33,7 +33,7 @@ class Row:
         opt_state: PartitionSpec of a leaf of optimizer state with its shape; None if it has none.
         bytes_per_device: Bytes of the leaf on one device.
         reason: Why it is not placed as the stage asks, or padded; empty if it is placed and shaped as asked.
-        gathers: Where a loss gathers it, in the order of the program; empty unless a loss was given.
+        gathers: Where a loss gathers it, in the order of the program; None unless a loss was given.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Row:
     opt_state: PartitionSpec | None
     bytes_per_device: int
     reason: str
-    gathers: tuple[Gathering, ...] = ()
+    gathers: tuple[Gathering, ...] | None = None
 
 
 class Explanation(tuple[Row, ...]):
@@ -54,7 +54,13 @@ class Explanation(tuple[Row, ...]):
     def __str__(self) -> str:
         """The rows as an aligned table."""
         table = Table(box=box.SIMPLE_HEAD)
-        shown = [field for field in fields(Row) if field.name != "gathers" or any(row.gathers for row in self)]
+        # What says nothing new takes no column.
+        same = {
+            "gathers": all(row.gathers is None for row in self),
+            "stored_shape": all(row.stored_shape == row.shape for row in self),
+            "reason": not any(row.reason for row in self),
+        }
+        shown = [field for field in fields(Row) if not same.get(field.name, False)]
         for field in shown:
             table.add_column(
                 field.name,
@@ -76,17 +82,21 @@ def _text(value) -> str:
         return f"P({', '.join(map(repr, value))})"
     if value is None:
         return "-"
-    if isinstance(value, tuple) and any(isinstance(x, Gathering) for x in value):
-        return "\n".join(map(str, value))
+    if isinstance(value, Gathered):
+        return "\n".join(map(str, value)) or "-"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("[", r"\[")
 
 
-def _merged(gatherings: list[Gathering]) -> tuple[Gathering, ...]:
+class Gathered(tuple[Gathering, ...]):
+    """The places where one leaf is gathered."""
+
+
+def _merged(gatherings: list[Gathering]) -> Gathered:
     """Gatherings of unrolled blocks, which differ in nothing, as one."""
     times: Counter[Gathering] = Counter()
     for gathering in gatherings:
         times[replace(gathering, times=1)] += gathering.times
-    return tuple(replace(gathering, times=count) for gathering, count in times.items())
+    return Gathered(replace(gathering, times=count) for gathering, count in times.items())
 
 
 def explain(
@@ -124,6 +134,8 @@ def explain(
     stage, sizes, found = layout.stage, layout.mesh.shape, []
     if loss_fn is None and (batch is not None or has_aux or key is not None or model_state is not None):
         raise ValueError("explain: batch, has_aux, key and model_state say how to call a loss; pass loss_fn as well.")
+    if loss_fn is not None and batch is None:
+        raise ValueError("explain: to trace loss_fn it needs a batch as well, of arrays or ShapeDtypeStructs.")
     if loss_fn is not None:
         params = layout.treedef.unflatten([leaf.placed(stage.params) for leaf in layout.leaves])
         asked = {"has_aux": has_aux, "with_key": key is not None, "with_model_state": model_state is not None}
@@ -150,7 +162,7 @@ def explain(
             opt_state=layout.spec(leaf, stage.opt_state) if opt_state else None,
             bytes_per_device=leaf_bytes(leaf, placement, layout.shards),
             reason="; ".join(reasons(leaf)),
-            gathers=_merged([gathering for gathering in found if params and gathering.path == leaf.path]),
+            gathers=None if loss_fn is None else _merged([g for g in found if params and g.path == leaf.path]),
         )
 
     rows = [row(leaf, stage.params, leaf.path, True, leaf.trainable, leaf.trainable) for leaf in layout.leaves]

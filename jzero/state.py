@@ -97,6 +97,8 @@ def init(
             f"init: init_params is a {type(init_params).__name__}; wanted a function that makes the params. For params "
             f"that exist: jzero.init(lambda p: p, tx, layout, params)."
         )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+        raise TypeError("init: its arguments hold ShapeDtypeStructs, which are shapes only; pass arrays.")
     if key is not None and not np.shape(key) and not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
         raise TypeError(f"init: key={key!r}; wanted a random key, such as jax.random.key(0).")
     return compile_init(init_params, tx, layout)(*args, key=key, model_state=jax.tree.map(jnp.asarray, model_state))

@@ -112,7 +112,7 @@ def _table(config: Config, trials: list[Trial]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title=f"{config.steps} steps at stages 0 to 3", title_justify="left"
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=len("  reduce-scatter"))
     for stage in range(len(trials)):
         table.add_column(f"stage {stage}", justify="right")
 
