@@ -464,6 +464,6 @@ def test_a_mesh_of_other_sizes_is_refused():
     mesh, other = (jax.sharding.Mesh(np.array(jax.devices()).reshape(s), ("data", "model")) for s in ((8, 1), (4, 2)))
     f = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()))
     lowered = f.lower(jnp.ones(8))
-    assert audit.collectives(lowered, mesh)
+    assert collectives(lowered, mesh)
     with pytest.raises(ValueError, match=r"a mesh with data=8, but the mesh given has data=4"):
-        audit.collectives(lowered, other)
+        collectives(lowered, other)

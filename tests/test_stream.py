@@ -155,12 +155,19 @@ def test_a_cast_moves_in_front_of_the_gather_and_behind_the_reduction():
     }
 
 
-def test_what_is_gathered_early_is_said():
+def explained(name):
     params = models.init_params(jax.random.key(0))
+    return jzero.explain(layout_of(params, {"data": 8}, 3), models.loss(name), models.batch())
 
+
+def gathers_of(rows, path):
+    (row,) = (row for row in rows if row.path == path)
+    return row.gathers or ()
+
+
+def test_what_is_gathered_early_is_said():
     def early(name):
-        rows = jzero.explain(layout_of(params, {"data": 8}, 3), models.loss(name), models.batch())
-        return {row.path: {gathering.early for gathering in row.gathers} for row in rows if row.gathers}
+        return {row.path: {gathering.early for gathering in row.gathers} for row in explained(name) if row.gathers}
 
     assert early("remat") == {"blocks/up": {""}, "blocks/down": {""}, "blocks/bias": {""}, "table": {""}}
     assert early("cond")["square"] == {"cond"}
@@ -169,23 +176,21 @@ def test_what_is_gathered_early_is_said():
 
 
 def test_explanation_names_the_line_of_the_use():
-    params = models.init_params(jax.random.key(0))
-    rows = jzero.explain(layout_of(params, {"data": 8}, 3), models.loss("remat"), models.batch())
-    up = next(row for row in rows if row.path == "blocks/up")
-    assert [(g.phase, g.times, g.bytes, g.dtype) for g in up.gathers] == [
+    rows = explained("remat")
+    up = gathers_of(rows, "blocks/up")
+    assert [(g.phase, g.times, g.bytes, g.dtype) for g in up] == [
         ("forward", L, 4 * D * F, "float32"),
         ("backward", L, 4 * D * F, "float32"),
     ]
-    assert all(g.where.startswith("block (models.py:") for g in up.gathers)
+    assert all(g.where.startswith("block (models.py:") for g in up)
     assert "forward: 3 x 4,608 bytes of float32 in block (models.py:" in str(rows)
 
 
 def test_marked_leaves_are_gathered_at_the_mark():
-    params = models.init_params(jax.random.key(0))
-    rows = jzero.explain(layout_of(params, {"data": 8}, 3), models.loss("marked"), models.batch())
-    up = next(row for row in rows if row.path == "blocks/up")
-    assert [g.where.split(" ")[0] for g in up.gathers] == ["_marked", "block"]
-    np.testing.assert_array_equal(jzero.gather(params["square"]), params["square"])
+    up = gathers_of(explained("marked"), "blocks/up")
+    assert [g.where.split(" ")[0] for g in up] == ["_marked", "block"]
+    square = models.init_params(jax.random.key(0))["square"]
+    np.testing.assert_array_equal(jzero.gather(square), square)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
