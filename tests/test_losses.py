@@ -302,7 +302,7 @@ def test_inside_of_jit_with_a_value_of_the_outer_function(x64, stage):
         return jzero.value_and_grad(loss_fn, layout, microbatches=2)(params, batch)
 
     reference = jax.tree.map(lambda x: 3 * x, one_device(rnn))
-    check(layout, None, reference, wrap=lambda _: lambda params, batch: jax.jit(outer)(params, batch, 3.0))
+    check(layout, rnn, reference, wrap=lambda _: lambda params, batch: jax.jit(outer)(params, batch, 3.0))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
