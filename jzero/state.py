@@ -66,7 +66,9 @@ def init(
 
     `init_params(*args)` and `tx.init` are compiled as one program whose outputs have the layout's placements. Each
     device computes its own shards; at stages 0 to 2 the params are then gathered (M elements). An initialiser may need
-    more: one that decomposes a matrix (orthogonal and its kind) builds it whole on every device.
+    more: one that decomposes a matrix (orthogonal and its kind) builds it whole on every device. Beside its result a
+    device needs at most twice the largest whole leaf, and three times on a mesh of one device with an optimizer that
+    has no state.
 
     Args:
         init_params: Makes the params from `args`; it is traced. To start from params that exist, pass them as an
