@@ -246,8 +246,9 @@ class Layout:
         def padded(path, x, leaf):
             wanted = leaf.placed(placement).shape
             if _shape_of("stored", path, x, leaf) not in (leaf.shape, wanted):
-                raise
-                ValueError(f"stored: {path} has the padded shape {x.shape}; wanted its logical shape {leaf.shape}.")
+                raise ValueError(
+                    f"stored: {path} has the padded shape {x.shape}; wanted its logical shape {leaf.shape}."
+                )
             if tuple(x.shape) == wanted or isinstance(x, Tracer):
                 return pad(x, wanted)
             return jax.jit(pad, static_argnums=1, out_shardings=self.sharding(self.spec(leaf, placement)))(x, wanted)

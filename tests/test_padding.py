@@ -310,3 +310,10 @@ def test_shapes_that_are_neither_logical_nor_stored_are_refused(x64):
             method({path: x for path, x in params.items() if path != "cube"})
     with pytest.raises(ValueError, match=r"structure"):
         layout.logical(TX.init(params), tx=TX)  # the state of all params, where one is frozen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_padded_tree_is_not_stored_again_where_params_are_whole(stage):
+    layout = jzero.zero({"w": np.ones(9, np.float32)}, stage=stage, mesh=make_mesh(8), min_shard_size=0)
+    with pytest.raises(ValueError, match=r"stored: \['w'\] has the padded shape \(16,\); wanted .* \(9,\)"):
+        layout.stored({"w": np.ones(16, np.float32)})
