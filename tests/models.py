@@ -5,6 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import jzero
+from jzero import Stage
+
+# The four of the table, and those of one's own that make sense.
+STAGES = {
+    "0": 0,
+    "1": 1,
+    "2": 2,
+    "3": 3,
+    "deepspeed1": Stage("replicated", "replicated", "sharded", "end"),
+    "no_sync": Stage("sharded", "sharded", "sharded", "end"),
+    "by_block": Stage("replicated", "replicated", "replicated", "block"),
+}
+
 L, D, F, V = 3, 24, 48, 64
 
 
@@ -153,8 +167,6 @@ def _mapped(x, p):
 
 
 def _marked(x, p):
-    import jzero
-
     return block(x, jzero.gather(_layer(p, 1)))
 
 

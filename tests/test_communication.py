@@ -14,24 +14,16 @@ import pytest
 from jax import lax
 
 import jzero
-from jzero import Stage, hlo
+from jzero import hlo
 from jzero.audit import collectives, compiled_collectives
 from jzero.state import compile_init
+from tests.models import STAGES
 
 PARAMS = {"a": ("float32", (16, 8)), "b": ("bfloat16", (8, 24)), "odd": ("float32", (7,)), "scale": ("float32", ())}
 CUT, WHOLE = [PARAMS["a"], PARAMS["b"]], [PARAMS["odd"], PARAMS["scale"]]
 M = 16 * 8 * 4 + 8 * 24 * 2  # bytes of the leaves that are cut
 
 OPTIMIZERS = {"adamw": optax.adamw(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)}
-STAGES = {
-    "0": 0,
-    "1": 1,
-    "2": 2,
-    "3": 3,
-    "deepspeed1": Stage("replicated", "replicated", "sharded", "end"),
-    "no_sync": Stage("sharded", "sharded", "sharded", "end"),
-    "by_block": Stage("replicated", "replicated", "replicated", "block"),
-}
 AGAIN = 8 * 24 * 2  # of these, bytes of "b", whose value the backward pass needs; that of "a" it does not need
 # How often the cut leaves cross the links in a step of m microbatches: "again" are the gathers of the backward pass,
 # and "whole" the gradients of the other leaves.

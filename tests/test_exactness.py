@@ -16,17 +16,8 @@ import pytest
 from jax import lax
 
 import jzero
-from jzero import Stage
+from tests.models import STAGES
 
-STAGES = {
-    "0": 0,
-    "1": 1,
-    "2": 2,
-    "3": 3,
-    "deepspeed1": Stage("replicated", "replicated", "sharded", "end"),
-    "no_sync": Stage("sharded", "sharded", "sharded", "end"),
-    "by_block": Stage("replicated", "replicated", "replicated", "block"),
-}
 MESHES: dict[str, dict[str, int]] = {
     "8": {"data": 8},
     "2x4": {"replica": 2, "data": 4},
