@@ -25,9 +25,6 @@ from jzero import hlo
 
 # How often an array crosses each device's link in a ring algorithm, before the factor (n - 1) / n.
 _RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
-_KINDS = (*_RING, "collective-permute", "collective-broadcast")
-
-AxesByGroups = dict[frozenset[frozenset[int]], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +114,7 @@ def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[C
     functions = {
         op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
     }
-    by_groups = _axes_by_groups(mesh, int(module.operation.attributes["mhlo.num_partitions"]))
+    by_groups = hlo.axes_by_groups(mesh, int(module.operation.attributes["mhlo.num_partitions"]))
 
     @functools.cache
     def in_function(name: str) -> list[Collective]:
@@ -129,8 +126,8 @@ def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[C
     def in_op(op: Any) -> Iterable[Collective]:
         kind = op.name.removeprefix("stablehlo.").replace("_", "-")
         regions = [in_region(region) for region in op.regions]
-        if kind in _KINDS:
-            axes, group = _participants(kind, _stablehlo_groups(op, mesh), by_groups)
+        if kind in hlo.COLLECTIVES:
+            axes, group = hlo.participants(kind, _stablehlo_groups(op, mesh), by_groups)
             whole = op.results if kind == "all-gather" else op.operands
             return [
                 Collective(kind, hlo.dtype_name(str(x.type.element_type)), tuple(x.type.shape), axes, group)
@@ -184,24 +181,18 @@ def compiled_collectives(
             f"{type(compiled).__name__}. For a lowered program call collectives."
         )
     program = hlo.parse(text)
-    by_groups = None if mesh is None else _axes_by_groups(mesh, program.n_devices)
+    by_groups = None if mesh is None else hlo.axes_by_groups(mesh, program.n_devices)
 
     @functools.cache
     def in_computation(name: str) -> list[Collective]:
-        arrays = {instruction.name: instruction.arrays for instruction in program.computations[name]}
-        return _merged(row for instruction in program.computations[name] for row in in_instruction(instruction, arrays))
+        return _merged(row for instruction in program.computations[name] for row in in_instruction(name, instruction))
 
-    def in_instruction(instruction: hlo.Instruction, arrays: dict) -> list[Collective]:
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in _KINDS:
-            axes, group = _participants(kind, program.groups(instruction), by_groups)
-            operands = [array for operand in instruction.operands for array in arrays[operand]]
-            at = instruction.dim
-            if kind == "all-gather" and at is not None:
-                operands = [(dtype, (*s[:at], s[at] * group, *s[at + 1 :])) for dtype, s in operands]
-            if kind == "all-to-all" and at is None:
-                operands = [(dtype, (len(operands), *s)) for dtype, s in operands[:1]]
-            return [Collective(kind, dtype, shape, axes, group) for dtype, shape in operands]
+    def in_instruction(name: str, instruction: hlo.Instruction) -> list[Collective]:
+        if kind := instruction.collective:
+            axes, group = hlo.participants(kind, program.groups(instruction), by_groups)
+            return [
+                Collective(kind, dtype, shape, axes, group) for dtype, shape in program.exchanged(name, instruction)
+            ]
         if instruction.opcode.endswith(("-done", "-update")):
             return []
         called = [in_computation(name) for name in instruction.called]
@@ -252,36 +243,6 @@ def _check_mesh(module: Any, mesh: jax.sharding.Mesh) -> None:
                 )
 
 
-def _axes_by_groups(mesh: jax.sharding.Mesh, n_devices: int) -> AxesByGroups:
-    """Every set of axes, fewest first, by the groups that a collective over them has."""
-    if n_devices != mesh.size:
-        raise ValueError(
-            f"The program runs on {n_devices} devices, but the mesh {dict(mesh.shape)} has {mesh.size}: pass the mesh "
-            "that the program runs on."
-        )
-    names = [name for name, size in mesh.shape.items() if size > 1]
-    subsets = [axes for n in range(len(names) + 1) for axes in itertools.combinations(names, n)]
-    return {frozenset(map(frozenset, _groups_over(mesh, axes))): axes for axes in subsets}
-
-
-def _groups_over(mesh: jax.sharding.Mesh, axes: Iterable[str]) -> hlo.Groups:
-    return hlo.mesh_groups(np.arange(mesh.size), dict(mesh.shape), [(axis, 1, mesh.shape[axis]) for axis in axes])
-
-
-def _participants(kind: str, groups: hlo.Groups, by_groups: AxesByGroups | None) -> tuple[tuple[str, ...], int]:
-    """Mesh axes and group size. Linked pairs of a permute are one group; its axes, the fewest that hold all."""
-    linked: list[frozenset[int]] = []
-    for group in map(frozenset, groups):
-        apart = [other for other in linked if not other & group]
-        linked = [*apart, group.union(*(other for other in linked if other & group))]
-    size = max(map(len, linked))
-    if by_groups is None:
-        return (), size
-    if kind != "collective-permute":
-        return by_groups.get(frozenset(linked), ()), size
-    return next(axes for known, axes in by_groups.items() if all(any(s <= k for k in known) for s in linked)), size
-
-
 def _stablehlo_groups(op: Any, mesh: jax.sharding.Mesh) -> hlo.Groups:
     attribute = op.attributes["replica_groups" if "replica_groups" in op.attributes else "source_target_pairs"]
     # jax 0.10 writes device ids; jax 0.12 writes mesh axes where it can, in an attribute without accessors in Python.
@@ -291,4 +252,4 @@ def _stablehlo_groups(op: Any, mesh: jax.sharding.Mesh) -> hlo.Groups:
             f"{op.name} runs over the axes {missing}, but the mesh has {mesh.axis_names}: pass the mesh that the "
             "program runs on."
         )
-    return _groups_over(mesh, axes) if axes else np.array(attribute).tolist()
+    return hlo.groups_over(mesh, axes) if axes else np.array(attribute).tolist()

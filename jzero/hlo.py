@@ -1,19 +1,32 @@
 """Reads XLA's programs: trip counts of a lowered one, and the text of an optimised one.
 
 JAX gives the lowered program as MLIR operations, and the optimised one as text only. Of the text this reads who calls
-whom, how often loops run, which arrays come out, and which devices talk to one another, as XLA:CPU and XLA:GPU write it
-in jax 0.10 and 0.12.
+whom, how often loops run, which arrays come out, which devices talk to one another, and what jax called the operations,
+as XLA:CPU and XLA:GPU write it in jax 0.10 and 0.12.
 """
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.mlir import ir
 
 Groups = Sequence[Sequence[int]]  # devices that talk to one another, as positions in the program's device order
+AxesByGroups = dict[frozenset[frozenset[int]], tuple[str, ...]]
+
+COLLECTIVES = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 _COMPUTATION = re.compile(r"(ENTRY )?(%[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?(%[\w.-]+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
@@ -33,6 +46,29 @@ class Instruction:
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
     operands: tuple[str, ...]
     attributes: str
+
+    @property
+    def collective(self) -> str:
+        """Which of `COLLECTIVES` it is or starts; empty for any other instruction."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in COLLECTIVES else ""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it only starts something. jax 0.10 writes synchronous collectives as pairs too, and marks them."""
+        return self.opcode.endswith("-start") and '"is_sync":true' not in self.attributes
+
+    @property
+    def op_names(self) -> list[str]:
+        """What jax calls it: its place in the traced program. One name for each part where XLA has combined several.
+
+        XLA writes combined names as `common/start/(rest of one:rest of another)`.
+        """
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        name = match[1].encode().decode("unicode_escape").encode("latin-1").decode() if match else ""
+        if combined := re.fullmatch(r"(|.*?/)\((.*)\)", name):
+            return [combined[1] + rest for rest in combined[2].split(":")]
+        return [name] if name else []
 
     @property
     def called(self) -> list[str]:
@@ -77,6 +113,26 @@ class Program:
         return [_ints(group) for group in listed] or [list(range(self.n_devices))]
 
 
+    @functools.cached_property
+    def arrays(self) -> dict[str, dict[str, tuple[tuple[str, tuple[int, ...]], ...]]]:
+        """What each instruction of each computation returns."""
+        return {name: {one.name: one.arrays for one in lines} for name, lines in self.computations.items()}
+
+    def exchanged(self, computation: str, instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtypes and shapes of the whole arrays of a collective: gathered results, or else operands.
+
+        An all-to-all of n separate pieces is one array, its shape (n, *piece).
+        """
+        operands = [array for operand in instruction.operands for array in self.arrays[computation][operand]]
+        at = instruction.dim
+        if instruction.collective == "all-gather" and at is not None:
+            group = max(map(len, self.groups(instruction)))
+            return [(dtype, (*s[:at], s[at] * group, *s[at + 1 :])) for dtype, s in operands]
+        if instruction.collective == "all-to-all" and at is None:
+            return [(dtype, (len(operands), *s)) for dtype, s in operands[:1]]
+        return operands
+
+
 def parse(text: str) -> Program:
     """Reads what `compiled.as_text()` returns."""
     computations: dict[str, list[Instruction]] = {}
@@ -110,6 +166,41 @@ def mesh_groups(ids: np.ndarray, sizes: dict[str, int], axes: Iterable[tuple[str
         coords[name] = coords[name] - coords[name] // stride % size * stride
     first = np.ravel_multi_index(tuple(coords.values()), tuple(sizes.values())).ravel()
     return [ids.ravel()[first == n].tolist() for n in np.unique(first)]
+
+
+def axes_by_groups(mesh: jax.sharding.Mesh, n_devices: int) -> AxesByGroups:
+    """Every set of axes of a mesh, fewest first, by the groups that a collective over them has.
+
+    Raises:
+        ValueError: The program runs on another number of devices than the mesh.
+    """
+    if n_devices != mesh.size:
+        raise ValueError(
+            f"The program runs on {n_devices} devices, but the mesh {dict(mesh.shape)} has {mesh.size}: pass the mesh "
+            "that the program runs on."
+        )
+    names = [name for name, size in mesh.shape.items() if size > 1]
+    subsets = [axes for n in range(len(names) + 1) for axes in itertools.combinations(names, n)]
+    return {frozenset(map(frozenset, groups_over(mesh, axes))): axes for axes in subsets}
+
+
+def groups_over(mesh: jax.sharding.Mesh, axes: Iterable[str]) -> Groups:
+    """Groups of a collective over whole axes of a mesh."""
+    return mesh_groups(np.arange(mesh.size), dict(mesh.shape), [(axis, 1, mesh.shape[axis]) for axis in axes])
+
+
+def participants(kind: str, groups: Groups, by_groups: AxesByGroups | None) -> tuple[tuple[str, ...], int]:
+    """Mesh axes and group size. Linked pairs of a permute are one group; its axes, the fewest that hold all."""
+    linked: list[frozenset[int]] = []
+    for group in map(frozenset, groups):
+        apart = [other for other in linked if not other & group]
+        linked = [*apart, group.union(*(other for other in linked if other & group))]
+    size = max(map(len, linked))
+    if by_groups is None:
+        return (), size
+    if kind != "collective-permute":
+        return by_groups.get(frozenset(linked), ()), size
+    return next(axes for known, axes in by_groups.items() if all(any(s <= k for k in known) for s in linked)), size
 
 
 def dtype_name(name: str) -> str:
