@@ -1,16 +1,15 @@
 """The collectives that ZeRO promises, leaf by leaf. All but `gather_params` run inside `value_and_grad`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from jzero.layout import Layout
+from jzero.layout import Layout, spec_of
 from jzero.padding import pad, unpad
-from jzero.rules import Leaf
+from jzero.rules import Cut, Leaf, Model
 
 
 def wide(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
@@ -18,37 +17,59 @@ def wide(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
 
 
-def all_reduce(layout: Layout, x: jax.Array) -> jax.Array:
-    """Sums over all batch axes: one all-reduce of the whole array."""
-    axes = wide(layout, layout.batch_axes)
-    return lax.psum(x, axes) if axes else x
+def on_model_shards(layout: Layout, collective: Callable[..., jax.Array], x: jax.Array, model: Model) -> jax.Array:
+    """Runs a collective of the data axes on each model shard apart.
 
-
-def gather(layout: Layout, shard: jax.Array, dim: int, length: int) -> jax.Array:
-    """Makes an array whole from its shards along `dim`, cut to `length` there: one all-gather over the data axes."""
-    axes = wide(layout, layout.data_axes)
-    whole = lax.all_gather(shard, axes, axis=dim, tiled=True) if axes else shard
-    return unpad(whole, (*whole.shape[:dim], length, *whole.shape[dim + 1 :]))
-
-
-def scatter(layout: Layout, grad: jax.Array, dim: int, length: int) -> jax.Array:
-    """Sums a whole local gradient over all batch axes and keeps this device's shard along `dim`, padded to `length`.
-
-    One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes.
+    The model axes are automatic around it, and the partitioner would otherwise gather an array over them first. What
+    arrives in another form, such as a sum that is still in parts on them, is brought into this form first.
     """
-    grad = pad(grad, (*grad.shape[:dim], length, *grad.shape[dim + 1 :]))
+    if not layout.model_axes:
+        return collective(x)
+    return jax.shard_map(
+        collective,
+        mesh=jax.sharding.get_abstract_mesh(),
+        in_specs=spec_of(model),
+        out_specs=spec_of(model),
+        axis_names=set(layout.model_axes),
+        check_vma=False,
+    )(x)
+
+
+def all_reduce(layout: Layout, x: jax.Array, model: Model = ()) -> jax.Array:
+    """Sums over all batch axes: one all-reduce of the whole array, or of each model shard."""
+    axes = wide(layout, layout.batch_axes)
+    return on_model_shards(layout, lambda x: lax.psum(x, axes), x, model) if axes else x
+
+
+def gather(layout: Layout, shard: jax.Array, cut: Cut) -> jax.Array:
+    """Makes an array whole, without padding: one all-gather, of each model shard, over the data axes."""
+    axes = wide(layout, layout.data_axes)
+    whole = shard
+    if axes:
+        whole = on_model_shards(layout, lambda x: lax.all_gather(x, axes, axis=cut.dim, tiled=True), shard, cut.model)
+    return unpad(whole, (*whole.shape[: cut.dim], cut.length, *whole.shape[cut.dim + 1 :]))
+
+
+def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
+    """Sums a whole local gradient over all batch axes and keeps this device's shard of it, padded.
+
+    One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
+    """
+    grad = pad(grad, (*grad.shape[: cut.dim], cut.stored, *grad.shape[cut.dim + 1 :]))
     if axes := wide(layout, layout.data_axes):
-        grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        grad = on_model_shards(
+            layout, lambda x: lax.psum_scatter(x, axes, scatter_dimension=cut.dim, tiled=True), grad, cut.model
+        )
     if axes := wide(layout, layout.replica_axes):
-        grad = lax.psum(grad, axes)
+        grad = on_model_shards(layout, lambda x: lax.psum(x, axes), grad, cut.model)
     return grad
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
     """Sums a leaf's whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps."""
-    if leaf.dim is None or layout.stage.grads == "replicated":
-        return all_reduce(layout, grad)
-    return scatter(layout, grad, leaf.dim, leaf.stored[leaf.dim])
+    if leaf.cut is None or layout.stage.grads == "replicated":
+        return all_reduce(layout, grad, leaf.model)
+    return scatter(layout, grad, leaf.cut)
 
 
 def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array]:
@@ -68,7 +89,10 @@ def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array
         # The shards are put in place explicitly: a gather along an inner dim gets that copy from the compiler, which
         # is free to keep what it copies from until the very end.
         parts = jnp.moveaxis(lax.all_gather(part, axes), 0, leaf.dim)
-        return unpad(parts.reshape(leaf.stored), leaf.shape)
+        whole = parts.reshape(*part.shape[: leaf.dim], -1, *part.shape[leaf.dim + 1 :])
+        if leaf.stored == leaf.shape:
+            return whole
+        return unpad(whole, (*whole.shape[: leaf.dim], leaf.shape[leaf.dim], *whole.shape[leaf.dim + 1 :]))
 
     def local(parts):
         done = []
@@ -79,10 +103,10 @@ def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array
             done.append([whole(leaves[index], part) for index, part in zip(bucket, some, strict=True)])
         return [leaf for bucket in done for leaf in bucket]
 
-    specs = [layout.spec(leaf, "sharded") for leaf in leaves]
-    gathered = jax.shard_map(
-        local, mesh=layout.mesh, in_specs=(specs,), out_specs=P(), axis_names=set(layout.batch_axes), check_vma=False
-    )([shards[index] for index in cut])
+    before, after = ([layout.spec(leaf, placement) for leaf in leaves] for placement in ("sharded", "replicated"))
+    gathered = jax.shard_map(local, mesh=layout.mesh, in_specs=(before,), out_specs=after, check_vma=False)(
+        [shards[index] for index in cut]
+    )
     new = dict(zip(cut, gathered, strict=True))
     return [new.get(index, shard) for index, shard in enumerate(shards)]
 

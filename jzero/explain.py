@@ -131,7 +131,7 @@ def explain(
         >>> print(explain(jzero.zero(params, stage=3, mesh=jzero.make_mesh(data=-1)))[0].reason)
         whole on every device: 3 elements are fewer than min_shard_size=4096
     """
-    stage, sizes, found = layout.stage, layout.mesh.shape, []
+    stage, found = layout.stage, []
     if loss_fn is None and (batch is not None or has_aux or key is not None or model_state is not None):
         raise ValueError("explain: batch, has_aux, key and model_state say how to call a loss; pass loss_fn as well.")
     if loss_fn is not None and batch is None:
@@ -141,15 +141,15 @@ def explain(
         asked = {"has_aux": has_aux, "with_key": key is not None, "with_model_state": model_state is not None}
         program = gradient_program(loss_fn, layout, microbatches=1, **asked, found=found)
         jax.eval_shape(program, params, batch, key, model_state)
-    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in layout.batch_axes]
 
     def reasons(leaf):
         if leaf.reason and stage.opt_state == "sharded":
             yield leaf.reason
         if not leaf.trainable:
             yield "not trained: no gradient and no optimizer state"
-        if idle:
-            yield f"repeated along mesh axis {', '.join(map(repr, idle))}: not among data_axes or replica_axes"
+        used = {axis for axes in leaf.model for axis in axes}
+        if idle := [axis for axis in layout.model_axes if axis not in used]:
+            yield f"repeated along mesh axis {', '.join(map(repr, idle))}: no rule cuts it there"
 
     def row(leaf, placement, path, params, grads, opt_state):
         return Row(
@@ -160,7 +160,7 @@ def explain(
             params=layout.spec(leaf, stage.params) if params else None,
             grads=layout.spec(leaf, stage.grads) if grads else None,
             opt_state=layout.spec(leaf, stage.opt_state) if opt_state else None,
-            bytes_per_device=leaf_bytes(leaf, placement, layout.shards),
+            bytes_per_device=leaf_bytes(layout, leaf, placement),
             reason="; ".join(reasons(leaf)),
             gathers=None if loss_fn is None else _merged([g for g in found if params and g.path == leaf.path]),
         )

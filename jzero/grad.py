@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jzero.border import border_spec, enter, entered, leave, left
 from jzero.check import check_batch, check_tree
 from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
@@ -142,6 +143,7 @@ def gradient_program(
         return grads, sums
 
     def local(shards, batch, key, model_state):
+        shards = [entered(leaf, x, stage.params) for leaf, x in zip(layout.leaves, shards, strict=True)]
         key = _fold(key, lax.axis_index(layout.batch_axes)) if with_key else None
         if microbatches == 1:
             grads, (sums, model_state) = gradient(shards, batch, _fold(key, 0), model_state)
@@ -169,20 +171,29 @@ def gradient_program(
         else:
             share = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         model_state, differ = merge(layout, model_state)
-        return (_scale(total, share), model_state, _scale(aux, share)), _scale(grads, share), differ
+        grads = [
+            leave(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, _scale(grads, share), strict=True)
+        ]
+        return (_scale(total, share), model_state, _scale(aux, share)), grads, differ
 
-    params_specs = [layout.spec(leaf, stage.params) for leaf in layout.leaves]
-    grads_specs = [layout.spec(leaf, stage.grads) for leaf in layout.trainable]
-    sharded = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(params_specs, layout.batch_spec, P(), P()),
-            out_specs=(P(), grads_specs, P()),
-            axis_names=set(layout.batch_axes),
-            check_vma=False,
-        )
+    on_data_shards = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=([border_spec(layout, leaf, stage.params) for leaf in layout.leaves], layout.batch_spec, P(), P()),
+        out_specs=(P(), [border_spec(layout, leaf, stage.grads) for leaf in layout.trainable], P()),
+        axis_names=set(layout.batch_axes),
+        check_vma=False,
     )
+
+    @jax.jit
+    def sharded(params, *args):
+        params = [enter(layout, leaf, x, stage.params) for leaf, x in zip(layout.leaves, params, strict=True)]
+        value, grads, differ = on_data_shards(params, *args)
+        return (
+            value,
+            [left(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, grads, strict=True)],
+            differ,
+        )
 
     def program(params, batch, key, model_state):
         check_tree("params", params, layout, layout.treedef, layout.leaves, stage.params)

@@ -61,16 +61,22 @@ class Layout:
         """Number of parts that a batch is cut into."""
         return self.size(self.batch_axes)
 
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The mesh's other axes, if larger than 1: rules cut leaves over them, and the partitioner the rest."""
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.batch_axes)
+
     def spec(self, leaf: Leaf, placement: Placement) -> P:
-        """PartitionSpec of one leaf, placed "replicated" or "sharded"."""
-        if placement == "replicated" or leaf.dim is None:
-            return P()
-        return P(*[None] * leaf.dim, _entry(self.data_axes))
+        """PartitionSpec of one leaf, placed "replicated" or "sharded" over the data axes, and as its rule says."""
+        axes = list(leaf.model) or [()] * len(leaf.shape)
+        if placement == "sharded" and leaf.dim is not None:
+            axes[leaf.dim] += self.data_axes
+        return spec_of(axes)
 
     @property
     def batch_spec(self) -> P:
         """PartitionSpec of every batch leaf: the first dim over the batch axes."""
-        return P(_entry(self.batch_axes))
+        return spec_of([self.batch_axes])
 
     def sharding(self, spec: P) -> NamedSharding:
         """A PartitionSpec on this layout's mesh."""
@@ -123,7 +129,8 @@ class Layout:
     def opt_leaves(self, tx: optax.GradientTransformation) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
         """Structure and leaves of the state of `tx`, from shapes alone.
 
-        A state leaf with the shape of a param is cut and padded as the param is, by the same rule. Others (the row and
+        A state leaf with the shape of a param is cut and padded as the param is, by the same rule; where params of that
+        shape differ over the model axes, it follows the one whose path its own path ends with. Others (the row and
         column means of Adafactor, say) follow the rule on their own shape, and stay whole where no dim divides.
         Placement never changes what is computed, since the optimizer runs in the global view. Shapes are used rather
         than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no arrays, and so fails for an
@@ -137,11 +144,27 @@ class Layout:
     def _opt_leaves(self, tx, default_dtype):  # float64 under x64, where a state has other dtypes
         abstract = self.trainable_treedef.unflatten([leaf.placed("replicated") for leaf in self.trainable])
         named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
-        shapes = {leaf.shape for leaf in self.trainable}
+        by_shape: dict[tuple[int, ...], list[Leaf]] = {}
+        for leaf in self.trainable:
+            by_shape.setdefault(leaf.shape, []).append(leaf)
 
         def cut(path, x):
-            name = keystr(path, simple=True, separator="/")
-            return place(name, x, self.shards, self.min_shard_size, padded=x.shape in shapes)
+            name, alike = keystr(path, simple=True, separator="/"), by_shape.get(x.shape, [])
+            own = [leaf for leaf in alike if f"/{name}".endswith(f"/{leaf.path}") or not leaf.path]
+            rules = {leaf.model for leaf in own or alike}
+            return place(
+                name,
+                x,
+                self.shards,
+                self.min_shard_size,
+                padded=bool(alike),
+                model=max(own, key=lambda leaf: len(leaf.path)).model
+                if own
+                else rules.pop()
+                if len(rules) == 1
+                else (),
+                sizes=self.mesh.shape,
+            )
 
         return treedef, tuple(cut(path, x) for path, x in named)
 
@@ -266,5 +289,7 @@ def _shape_of(method: str, path: str, x: Any, leaf: Leaf) -> tuple[int, ...]:
     return shape
 
 
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    return axes[0] if len(axes) == 1 else axes
+def spec_of(axes: Sequence[tuple[str, ...]]) -> P:
+    """A PartitionSpec from the axes of each dim, without the dims at the end that nothing cuts."""
+    length = max((dim + 1 for dim, names in enumerate(axes) if names), default=0)
+    return P(*(names[0] if len(names) == 1 else names or None for names in axes[:length]))

@@ -31,9 +31,10 @@ class StoredBytes:
         return self.params + self.opt_state
 
 
-def leaf_bytes(leaf: Leaf, placement: Placement, shards: int) -> int:
+def leaf_bytes(layout: Layout, leaf: Leaf, placement: Placement) -> int:
     """Bytes of a leaf on one device, padding included."""
-    return math.prod(leaf.local(placement, shards)) * leaf.dtype.itemsize
+    local = layout.sharding(layout.spec(leaf, placement)).shard_shape(leaf.placed(placement).shape)
+    return math.prod(local) * leaf.dtype.itemsize
 
 
 def stored_bytes(layout: Layout, tx: optax.GradientTransformation) -> StoredBytes:
@@ -47,8 +48,8 @@ def stored_bytes(layout: Layout, tx: optax.GradientTransformation) -> StoredByte
     """
     _, opt = layout.opt_leaves(tx)
     return StoredBytes(
-        sum(leaf_bytes(leaf, layout.stage.params, layout.shards) for leaf in layout.leaves),
-        sum(leaf_bytes(leaf, layout.stage.opt_state, layout.shards) for leaf in opt),
+        sum(leaf_bytes(layout, leaf, layout.stage.params) for leaf in layout.leaves),
+        sum(leaf_bytes(layout, leaf, layout.stage.opt_state) for leaf in opt),
     )
 
 

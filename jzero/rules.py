@@ -1,7 +1,8 @@
-"""Which dim of a leaf is cut, and how far it is padded."""
+"""Which dim of a leaf the data axes cut, beside those that rules give to other axes, and how far it is padded."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,6 +12,40 @@ from jzero.stage import Placement
 
 MIN_SHARD_SIZE = 4096
 """Leaves with fewer elements stay whole by default: their bytes are few, and each would cost a collective."""
+
+
+Model = tuple[tuple[str, ...], ...]
+"""For each dim, the axes beside the data axes that cut it: those of tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an array that is cut lies on the devices.
+
+    Attributes:
+        dim: The dim that the data axes cut.
+        length: Its length in the whole array.
+        stored: The same with padding: a multiple of the number of shards.
+        model: The axes that cut each dim beside them.
+    """
+
+    dim: int
+    length: int
+    stored: int
+    model: Model
+
+    @property
+    def first(self) -> bool:
+        """Whether the first dim is cut."""
+        return self.dim == 0 or bool(self.model[0])
+
+    def inside(self) -> "Cut":
+        """The same without the first dim."""
+        return replace(self, dim=self.dim - 1, model=self.model[1:])
+
+    def outside(self) -> "Cut":
+        """The same with one more dim in front."""
+        return replace(self, dim=self.dim + 1, model=((), *self.model))
 
 
 @dataclass(frozen=True)
@@ -26,6 +61,8 @@ class Leaf:
         trainable: Whether it gets a gradient and optimizer state.
         reason: Why it stays whole or is padded; empty if it is neither.
         regather: Whether it is gathered again in the backward pass, or kept from the forward pass.
+        model: For each dim, the axes that cut it at every stage, from the rules. Where `dim` is one of these dims, each
+            model shard is cut once more.
     """
 
     path: str
@@ -36,25 +73,47 @@ class Leaf:
     trainable: bool = True
     reason: str = ""
     regather: bool = True
+    model: Model = ()
+
+    @property
+    def cut(self) -> Cut | None:
+        """How it lies where a stage shards it; None if it stays whole over the data axes."""
+        return None if self.dim is None else Cut(self.dim, self.shape[self.dim], self.stored[self.dim], self.model)
+
+    @property
+    def twice_cut(self) -> bool:
+        """Whether model axes and data axes cut the same dim."""
+        return self.dim is not None and bool(self.model) and bool(self.model[self.dim])
 
     def placed(self, placement: Placement) -> jax.ShapeDtypeStruct:
         """Global shape and dtype under a placement: the stored shape if sharded, the logical one if replicated."""
         return jax.ShapeDtypeStruct(self.stored if placement == "sharded" else self.shape, self.dtype)
 
     def local(self, placement: Placement, shards: int) -> tuple[int, ...]:
-        """Shape of what one device holds under a placement."""
+        """Shape of what one data shard holds under a placement, over all model shards."""
         shape = self.placed(placement).shape
         if placement == "replicated":
             return shape
         return tuple(size // shards if dim == self.dim else size for dim, size in enumerate(shape))
 
 
-def place(path: str, abstract: Any, shards: int, min_shard_size: int, *, padded: bool, trainable: bool = True) -> Leaf:
+def place(
+    path: str,
+    abstract: Any,
+    shards: int,
+    min_shard_size: int,
+    *,
+    padded: bool,
+    trainable: bool = True,
+    model: Model = (),
+    sizes: Mapping[str, int] | None = None,
+) -> Leaf:
     """Chooses the dim to cut into `shards` parts.
 
     That is the largest dim that divides, the first one only where no other does: it may be a stacked layer dim, and a
     scan over layers cannot gather one layer of a leaf that is cut along the layers. Among equals the earlier dim wins:
-    its shards are longer runs in memory. Where no dim divides, it is the dim that needs the least padding.
+    its shards are longer runs in memory. A dim that model axes cut is taken only where no other divides. Where none
+    does, it is the dim that needs the least padding.
 
     Args:
         path: Path of the leaf, kept for messages.
@@ -63,13 +122,21 @@ def place(path: str, abstract: Any, shards: int, min_shard_size: int, *, padded:
         min_shard_size: Leaves with fewer elements than this stay whole.
         padded: Whether a leaf with no dim that divides is padded; otherwise it stays whole.
         trainable: Kept in the result.
+        model: The axes that cut each dim already.
+        sizes: Size of each of these axes.
     """
     shape, dtype = tuple(abstract.shape), abstract.dtype
-    size = math.prod(shape)
-    whole = Leaf(path, shape, dtype, None, shape, trainable)
+    size, dims = math.prod(shape), range(len(shape))
+    model = model or ((),) * len(shape)
+    parts = [math.prod((sizes or {})[axis] for axis in axes) for axes in model]
+
+    def leaf(dim: int | None, stored: tuple[int, ...], reason: str = "") -> Leaf:
+        return Leaf(path, shape, dtype, dim, stored, trainable, reason, model=model)
 
     def stays(reason: str) -> Leaf:
-        return Leaf(path, shape, dtype, None, shape, trainable, f"whole on every device: {reason}")
+        return leaf(
+            None, shape, f"whole on every data shard: {reason}" if any(model) else f"whole on every device: {reason}"
+        )
 
     def up(length: int) -> int:
         return -(-length // shards) * shards
@@ -80,15 +147,15 @@ def place(path: str, abstract: Any, shards: int, min_shard_size: int, *, padded:
         return stays("a scalar")
     if size == 0 or size < min_shard_size:
         return stays(f"{size} elements are fewer than min_shard_size={min_shard_size}" if size else "no elements")
-    dims = range(len(shape))
-    even = [dim for dim in dims if shape[dim] % shards == 0]
+    free = [dim for dim in dims if not model[dim]]
+    even = [dim for dim in free if shape[dim] % shards == 0]
     if even:
-        dim = max(even, key=lambda dim: (dim > 0, shape[dim], -dim))
-        return Leaf(path, shape, dtype, dim, whole.stored, trainable)
-    if not padded:
-        return stays(f"no dim of {shape} divides by {shards}")
-    dim = min(dims, key=lambda dim: (up(shape[dim]) / shape[dim], dim == 0, -shape[dim]))
+        return leaf(max(even, key=lambda dim: (dim > 0, shape[dim], -dim)), shape)
+    twice = [dim for dim in dims if model[dim] and shape[dim] % (parts[dim] * shards) == 0]
+    if twice:
+        return leaf(max(twice, key=lambda dim: (dim > 0, shape[dim], -dim)), shape)
+    if not padded or not free:
+        return stays(f"no dim of {shape} divides by {shards}" + (" beside its rule" if any(model) else ""))
+    dim = min(free, key=lambda dim: (up(shape[dim]) / shape[dim], dim == 0, -shape[dim]))
     stored = (*shape[:dim], up(shape[dim]), *shape[dim + 1 :])
-    return Leaf(
-        path, shape, dtype, dim, stored, trainable, f"no dim of {shape} divides by {shards}: stored padded to {stored}"
-    )
+    return leaf(dim, stored, f"no dim of {shape} divides by {shards}: stored padded to {stored}")

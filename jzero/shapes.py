@@ -1,11 +1,14 @@
 """Structural operations (transpose, reshape, slice, pad) on one shard of an array, and where they move its cut dim."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jzero.rules import Cut
 
 
 def moved_dim(eqn: Any, dim: int) -> int | None:
@@ -32,6 +35,26 @@ def moved_dim(eqn: Any, dim: int) -> int | None:
         case "dynamic_slice":
             return dim if params["slice_sizes"][dim] == before[dim] else None
     return None
+
+
+def moved(eqn: Any, cut: Cut) -> Cut | None:
+    """How the result of an operation on the whole array is cut; None if it does not keep the shards intact."""
+    to = {dim: moved_dim(eqn, dim) for dim, axes in enumerate(cut.model) if axes or dim == cut.dim}
+    if None in to.values():
+        return None
+    back = {after: before for before, after in to.items()}
+    model = tuple(cut.model[back[dim]] if dim in back else () for dim in range(len(eqn.outvars[0].aval.shape)))
+    return replace(cut, dim=to[cut.dim], model=model)
+
+
+def moved_from(eqn: Any, cut: Cut) -> Cut | None:
+    """How the operand is cut of an operation whose result is cut so; None if the shards would not stay intact."""
+    back = {moved_dim(eqn, dim): dim for dim in range(len(eqn.invars[0].aval.shape))}
+    if any(dim not in back for dim, axes in enumerate(cut.model) if axes or dim == cut.dim):
+        return None
+    before = {dim: to for to, dim in back.items() if to is not None}
+    model = tuple(cut.model[before[dim]] if dim in before else () for dim in range(len(eqn.invars[0].aval.shape)))
+    return replace(cut, dim=back[cut.dim], model=model)
 
 
 def _reshaped_dim(before, after, dim):

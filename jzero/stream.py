@@ -21,8 +21,8 @@ from jzero.layout import Layout
 from jzero.mark import MARK
 from jzero.plan import LOOPS_AND_BLOCKS, plan
 from jzero.rules import Leaf
-from jzero.shapes import moved_dim
-from jzero.views import SLICES, STRUCTURAL, Demand, Reduced, Shards, View
+from jzero.shapes import moved
+from jzero.views import SLICES, STRUCTURAL, Reduced, Shards, View
 
 FORWARD, BACKWARD, KEPT = "forward", "backward", "kept"
 REMAT = {"checkpoint", "remat", "remat2"}
@@ -37,7 +37,7 @@ class Gathering:
         where: Function and line of the use, as the user wrote it.
         phase: "forward" or "backward".
         dtype: Dtype on the wire.
-        bytes: Bytes of the gathered array, without padding.
+        bytes: Bytes of the gathered array, or of each model shard of it, without padding.
         times: How often it runs in one microbatch.
         early: The primitive that the gather could not be moved into or behind; empty at a first real use.
     """
@@ -107,15 +107,12 @@ def stream(
     run = Run(layout)
     cut = layout.stage.params == "sharded"
     ins = [
-        View(Shards(x, leaf.dim, leaf, FORWARD), x.dtype) if cut and leaf.dim is not None else x
+        View(Shards(x, leaf.cut, leaf, FORWARD), x.dtype) if cut and leaf.cut is not None else x
         for x, leaf in zip(leaves, layout.leaves, strict=True)
     ]
     scattered = layout.stage.reduce == "block" and layout.stage.grads == "sharded"
     unused = are_zeros(closed.jaxpr, closed.jaxpr.outvars[1 : 1 + len(trained)])
-    wants = [
-        Demand(leaf.dim, leaf.stored[leaf.dim]) if scattered and leaf.dim is not None and not zero else None
-        for leaf, zero in zip(layout.trainable, unused, strict=True)
-    ]
+    wants = [leaf.cut if scattered and not zero else None for leaf, zero in zip(layout.trainable, unused, strict=True)]
     wants = [None, *wants, *[None] * (len(closed.jaxpr.outvars) - 1 - len(wants))]
     outs = _evaluate(run, closed.jaxpr, closed.consts, [*ins, *flat], wants, loss=closed.jaxpr.outvars[0])
     outs = [x.value if isinstance(x, Reduced) else _whole(run, x, None) for x in outs]
@@ -124,12 +121,12 @@ def stream(
         if unused[index]:
             grads[index] = jnp.zeros(leaf.local(layout.stage.grads, layout.shards), leaf.dtype)
         elif layout.stage.reduce == "block" and not scattered:
-            grads[index] = all_reduce(layout, grads[index])
+            grads[index] = all_reduce(layout, grads[index], leaf.model)
     return grads, more, unused, run.gatherings
 
 
 def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wants: Any, loss: Any = None):
-    """Evaluates a jaxpr on arrays and views. Each output with a `Demand` in `wants` comes back `Reduced`."""
+    """Evaluates a jaxpr on arrays and views. Each output with a `Cut` in `wants` comes back `Reduced`."""
     want = plan(jaxpr, wants)
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
     backward = next((index + 1 for index, eqn in enumerate(jaxpr.eqns) if loss in eqn.outvars), 0)
@@ -146,7 +143,7 @@ def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], 
         if loss is not None and loss in eqn.outvars:
             run.phase, run.loss = BACKWARD, env[loss]
     outs = [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
-    return [_reduced(run, x, demand) for x, demand in zip(outs, wants, strict=True)]
+    return [_reduced(run, x, want) for x, want in zip(outs, wants, strict=True)]
 
 
 def _equation(run, eqn, ins, wants):
@@ -172,7 +169,7 @@ def _reduced(run, x, want):
     """What is wanted of a gradient: reduced here, if it was not before."""
     if want is None or isinstance(x, Reduced):
         return x
-    return Reduced(scatter(run.layout, _whole(run, x, None), want.dim, want.length), want.dim)
+    return Reduced(scatter(run.layout, _whole(run, x, None), want), want)
 
 
 def _whole(run: Run, x: Any, eqn: Any, early: str = "") -> Any:
@@ -199,8 +196,9 @@ def _gather(run, view, eqn, early):
     if run.phase == BACKWARD and shards.phase == FORWARD:
         # Not before the loss is there, and not the same as the gather of the forward pass.
         value, _ = lax.optimization_barrier((value, run.loss))
-    whole = gather(run.layout, value, shards.dim, shards.length)
-    where, size = source_of(eqn), whole.size * whole.dtype.itemsize
+    whole = gather(run.layout, value, shards.cut)
+    where = source_of(eqn)
+    size = whole.size * whole.dtype.itemsize // run.layout.size([axis for axes in shards.cut.model for axis in axes])
     run.gatherings.append(Gathering(shards.leaf.path, where, run.phase, str(view.dtype), size, run.times, early))
     return whole
 
@@ -237,7 +235,7 @@ def _scan(run, eqn, ins, wants):
     consts = [_closed_over(run, x, eqn, jaxpr, v) for x, v in zip(consts, jaxpr.invars, strict=False)]
     carry, first = [_whole(run, x, eqn) for x in carry], len(carry)
     xs = [_scannable(run, x, eqn) for x in xs]
-    inside = [None if want is None or want.dim == 0 else Demand(want.dim - 1, want.length) for want in wants[first:]]
+    inside = [None if want is None or want.first else want.inside() for want in wants[first:]]
     kept = [
         {key: whole for key, whole in x.shards.gathered.items() if key[0] == KEPT} if isinstance(x, View) else {}
         for x in xs
@@ -245,7 +243,10 @@ def _scan(run, eqn, ins, wants):
     ends: list[Any] = []
 
     def body(carry, values):
-        inner = [x.on(v, run.phase, dims=-1) if isinstance(x, View) else v for x, v in zip(xs, values[0], strict=True)]
+        inner = [
+            x.on(v, run.phase, x.shards.cut.inside()) if isinstance(x, View) else v
+            for x, v in zip(xs, values[0], strict=True)
+        ]
         for x, wholes in zip(inner, values[1], strict=True):
             if wholes:
                 x.shards.gathered.update(wholes)
@@ -288,8 +289,8 @@ def _scan(run, eqn, ins, wants):
         if source is not None:
             return View(xs[source].shards, y.dtype, y.after)
         if isinstance(y, View):
-            return y.on(value, run.phase, dims=1)
-        return Reduced(value, y.dim + 1) if isinstance(y, Reduced) else value
+            return y.on(value, run.phase, y.shards.cut.outside())
+        return Reduced(value, y.cut.outside()) if isinstance(y, Reduced) else value
 
     ys = [outside(end, value) for end, value in zip(ends, stacked, strict=True)]
     return [*carry, *(_reduced(run, y, want) for y, want in zip(ys, wants[first:], strict=True))]
@@ -300,7 +301,7 @@ def _closed_over(run, x, eqn, jaxpr, var):
     view = x.settle() if isinstance(x, View) else None
     if view is not None and var not in jaxpr.outvars:
         users = [user for user in jaxpr.eqns if var in user.invars]
-        if all(user.primitive.name in SLICES and moved_dim(user, view.shards.dim) is not None for user in users):
+        if all(user.primitive.name in SLICES and moved(user, view.shards.cut) is not None for user in users):
             return view
     return _whole(run, x, eqn)
 
@@ -310,7 +311,7 @@ def _scannable(run, x, eqn):
     if not isinstance(x, View):
         return x
     view = x.settle()
-    if view is None or view.shards.dim == 0 or (_time(run, x.shards) != KEPT and _held(run, x)):
+    if view is None or view.shards.cut.first or (_time(run, x.shards) != KEPT and _held(run, x)):
         return _whole(run, x, eqn, early="" if _held(run, x) else "scan")
     return view
 

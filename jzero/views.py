@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.jaxprs import is_zero
-from jzero.rules import Leaf
-from jzero.shapes import moved_dim, on_shard
+from jzero.rules import Cut, Leaf
+from jzero.shapes import moved, moved_from, on_shard
 
 STRUCTURAL = {"convert_element_type", "copy", "transpose", "squeeze", "reshape"}
 """Operations on a whole leaf that can wait until it is gathered."""
@@ -18,39 +18,33 @@ SLICES = {"slice", "dynamic_slice"}
 
 
 class Shards:
-    """A leaf, or a slice of one, as this device's shard along `dim`; remembers what has been gathered of it.
+    """A leaf, or a slice of one, as this device's shard; remembers what has been gathered of it.
 
     Attributes:
         value: The shard.
-        dim: The dim that is cut.
+        cut: How the whole is cut.
         leaf: The leaf that it is, or is a part of.
         phase: Where it came into being, "forward" or "backward".
         gathered: Whole arrays, by until when they are kept and by dtype.
     """
 
-    def __init__(self, value: jax.Array, dim: int, leaf: Leaf, phase: str):
-        self.value, self.dim, self.leaf, self.phase = value, dim, leaf, phase
+    def __init__(self, value: jax.Array, cut: Cut, leaf: Leaf, phase: str):
+        self.value, self.cut, self.leaf, self.phase = value, cut, leaf, phase
         self.gathered: dict[tuple[str, str], jax.Array] = {}
         self._settled: dict[tuple[int, ...], Shards | None] = {}
-
-    @property
-    def length(self) -> int:
-        """Length of the cut dim without padding."""
-        assert self.leaf.dim is not None
-        return self.leaf.shape[self.leaf.dim]
 
     def settled(self, shapes: list[Any]) -> "Shards | None":
         """What the operations make of the shards; None if they would not stay intact."""
         key = tuple(map(id, shapes))
         if key not in self._settled:
-            value, dim = self.value, self.dim
+            value, cut = self.value, self.cut
             for eqn in shapes:
-                to = moved_dim(eqn, dim)
+                to = moved(eqn, cut)
                 if to is None:
                     break
-                value, dim = on_shard(eqn, value, dim), to
+                value, cut = on_shard(eqn, value, cut.dim), to
             else:
-                self._settled[key] = Shards(value, dim, self.leaf, self.phase) if shapes else self
+                self._settled[key] = Shards(value, cut, self.leaf, self.phase) if shapes else self
                 return self._settled[key]
             self._settled[key] = None
         return self._settled[key]
@@ -96,46 +90,38 @@ class View:
     def slice(self, eqn: Any, starts: list[Any], phase: str) -> "View | None":
         """A slice of the view, done to the shards; None if it does not take all of the dim that is cut."""
         view = self.settle()
-        if view is None or moved_dim(eqn, view.shards.dim) is None:
+        cut = None if view is None else moved(eqn, view.shards.cut)
+        if view is None or cut is None:
             return None
-        value = on_shard(eqn, view.shards.value, view.shards.dim, *starts)
-        return view.on(value, phase)
+        return view.on(on_shard(eqn, view.shards.value, view.shards.cut.dim, *starts), phase, cut)
 
-    def on(self, value: jax.Array, phase: str, *, dims: int = 0) -> "View":
-        """The same view of another shard, with so many dims more in front."""
-        return View(Shards(value, self.shards.dim + dims, self.shards.leaf, phase), self.dtype, self.after)
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Wanted of a gradient or a part of one: its sum over all devices, cut along `dim`, which is padded to `length`."""
-
-    dim: int
-    length: int
+    def on(self, value: jax.Array, phase: str, cut: Cut | None = None) -> "View":
+        """The same view of another shard, cut like this one unless said otherwise."""
+        return View(Shards(value, cut or self.shards.cut, self.shards.leaf, phase), self.dtype, self.after)
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """A gradient that has been reduce-scattered: this device's shard along `dim`."""
+    """A gradient that has been reduce-scattered: this device's shard, and how the whole is cut."""
 
     value: jax.Array
-    dim: int
+    cut: Cut
 
     def through(self, eqn: Any, others: list[Any]) -> "Reduced":
         """The gradient after a linear operation that keeps the shards intact."""
         if eqn.primitive.name == "add_any":
-            return Reduced(lax.add(self.value, others[0].value), self.dim)
-        dim = moved_dim(eqn, self.dim)
-        assert dim is not None
-        return Reduced(on_shard(eqn, self.value, self.dim, *others), dim)
+            return Reduced(lax.add(self.value, others[0].value), self.cut)
+        cut = moved(eqn, self.cut)
+        assert cut is not None
+        return Reduced(on_shard(eqn, self.value, self.cut.dim, *others), cut)
 
 
 def _floating(*dtypes: Any) -> bool:
     return all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
-def pushed_back(eqn: Any, demand: Demand) -> Demand | None:
-    """The demand on the operand of a linear operation that serves a demand on its result; None if there is none.
+def pushed_back(eqn: Any, want: Cut) -> Cut | None:
+    """How to reduce the operand of a linear operation so that its result comes out cut as wanted; None if it cannot be.
 
     A reduction moves neither in front of a cast that would make it wider, nor of one from integers, nor of a pad with
     anything but zeros: these would not be linear.
@@ -148,5 +134,4 @@ def pushed_back(eqn: Any, demand: Demand) -> Demand | None:
         return None
     if not _floating(before.dtype, after.dtype) or (name == "pad" and not is_zero(eqn.invars[1])):
         return None
-    dim = next((dim for dim in range(len(before.shape)) if moved_dim(eqn, dim) == demand.dim), None)
-    return None if dim is None else Demand(dim, demand.length)
+    return moved_from(eqn, want)

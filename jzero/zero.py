@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jzero.check import check_structure, warn_shared
 from jzero.layout import Layout
-from jzero.rules import MIN_SHARD_SIZE, place
+from jzero.rules import MIN_SHARD_SIZE, Model, place
 from jzero.stage import Stage, as_stage
 
 
@@ -27,6 +28,7 @@ def zero(
     data_axes: Sequence[str] = ("data",),
     replica_axes: Sequence[str] = (),
     min_shard_size: int = MIN_SHARD_SIZE,
+    rules: Sequence[tuple[str, P]] = (),
     trainable: Any | Callable[[str, Any], bool] | None = None,
     regather: bool | Sequence[tuple[str, bool]] = True,
 ) -> Layout:
@@ -43,6 +45,11 @@ def zero(
         data_axes: Axes over which leaves are cut.
         replica_axes: Axes over which the cut leaves are repeated: hybrid sharding (HSDP; MiCS, arXiv:2205.00119).
         min_shard_size: Leaves with fewer elements than this stay whole.
+        rules: Tensor parallelism: a list of `(path pattern, PartitionSpec)` over the mesh's other axes, with shell
+            patterns on paths, at most one for each leaf. Such a leaf is cut so at every stage, its gradient and its
+            optimizer state too, and over the data axes along another dim, or along the same one if no other divides;
+            only its model shards travel over the data axes. The loss stays as it is: inside of `value_and_grad` these
+            axes are automatic, and the partitioner adds what the model shards exchange.
         trainable: Which leaves get a gradient and optimizer state; the others are kept as they are, and still sharded.
             A tree of bools with the structure of `params`, or a predicate on path and leaf, where a path looks like
             "blocks/0/kernel". None: all floating and complex leaves. Integer, bool and random-key leaves never are.
@@ -56,8 +63,9 @@ def zero(
 
     Raises:
         ValueError: An unknown stage; an axis that the mesh lacks or that is named twice; a mesh axis that is not
-            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` or a pattern of `regather` that matches
-            nothing, or a mask of another structure.
+            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` or a pattern of `regather` or `rules` that
+            matches nothing, or a mask of another structure; two rules for one leaf; a rule that names a data axis, more
+            dims than the leaf has, or a dim that does not divide.
         TypeError: An option of another type; a leaf that is no array; `trainable` names a leaf whose dtype cannot be
             trained.
 
@@ -100,9 +108,25 @@ def zero(
     warn_shared("params", params)
     shards = math.prod(mesh.shape[axis] for axis in data_axes)
     leaves = tuple(
-        replace(place(_name(path), leaf, shards, min_shard_size, padded=True, trainable=trained), regather=again)
-        for (path, leaf), trained, again in zip(
-            named, _trained(named, treedef, trainable), _regathered(named, regather), strict=True
+        replace(
+            place(
+                _name(path),
+                leaf,
+                shards,
+                min_shard_size,
+                padded=True,
+                trainable=trained,
+                model=model,
+                sizes=mesh.shape,
+            ),
+            regather=again,
+        )
+        for (path, leaf), model, trained, again in zip(
+            named,
+            _ruled(named, rules, mesh, (*replica_axes, *data_axes)),
+            _trained(named, treedef, trainable),
+            _regathered(named, regather),
+            strict=True,
         )
     )
     return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves)
@@ -120,6 +144,62 @@ def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
         if axes.count(axis) > 1:
             raise ValueError(f"zero: {option}={axes} names {axis!r} twice.")
     return axes
+
+
+def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]:
+    """For each leaf the axes that its rule gives to each of its dims."""
+    if not isinstance(rules, list | tuple) or not all(
+        isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], P)
+        for rule in rules
+    ):
+        raise TypeError(f"zero: rules={rules!r}; wanted a list of (path pattern, PartitionSpec).")
+    _check_matches("rules", [pattern for pattern, _ in rules], named)
+    model = []
+    for path, leaf in named:
+        matching = [(pattern, spec) for pattern, spec in rules if fnmatchcase(_name(path), pattern)]
+        if len(matching) > 1:
+            raise ValueError(
+                f"zero: params{keystr(path)} is matched by {len(matching)} rules, {matching[0][0]!r} and "
+                f"{matching[1][0]!r}; wanted one. Make the patterns narrower."
+            )
+        pattern, spec = matching[0] if matching else ("", P())
+        rule, shape = f"the rule ({pattern!r}, {spec})", tuple(leaf.shape)
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"zero: params{keystr(path)} {shape} has {len(shape)} dims, but {rule} names {len(spec)} of them."
+            )
+        axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+        for axis in (flat := [axis for entry in axes for axis in entry]):
+            if axis not in mesh.axis_names:
+                raise ValueError(f"zero: {rule} names {axis!r}, but the mesh has axes {mesh.axis_names}.")
+            if axis in batch_axes:
+                raise ValueError(
+                    f"zero: {rule} names {axis!r}, which is one of data_axes or replica_axes; the stage places leaves "
+                    f"over these. Rules are for the mesh's other axes."
+                )
+            if flat.count(axis) > 1:
+                raise ValueError(f"zero: {rule} names {axis!r} twice.")
+        for dim, entry in enumerate(axes):
+            parts = math.prod(mesh.shape[axis] for axis in entry)
+            if shape[dim] % parts:
+                raise ValueError(
+                    f"zero: params{keystr(path)} {shape}: dim {dim} of size {shape[dim]} does not divide by {parts} "
+                    f"(mesh axes {', '.join(map(repr, entry))}), as {rule} wants. Change the rule or the mesh, or make "
+                    f"the dim a multiple of {parts}."
+                )
+        wide = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in axes]
+        model.append((*wide, *[()] * (len(shape) - len(axes))))
+    return model
+
+
+def _check_matches(option, patterns, named):
+    paths = [_name(path) for path, _ in named]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise ValueError(
+                f"zero: {option} has a pattern {pattern!r} that matches none of the {len(paths)} paths of params, from "
+                f"{paths[0]!r} to {paths[-1]!r}."
+            )
 
 
 def _trained(named, treedef, trainable) -> list[bool]:
@@ -160,14 +240,10 @@ def _regathered(named, regather) -> list[bool]:
     """Whether each leaf is gathered again in the backward pass."""
     if isinstance(regather, bool):
         return [regather] * len(named)
-    paths = [_name(path) for path, _ in named]
     pairs = isinstance(regather, list | tuple) and all(isinstance(pair, list | tuple) for pair in regather)
     if not pairs or not all(len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], bool) for p in regather):
         raise TypeError(f"zero: regather={regather!r}; wanted True, False or a list of (path pattern, bool).")
-    for pattern, _ in regather:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise ValueError(
-                f"zero: regather has a pattern {pattern!r} that matches none of the {len(paths)} paths of params, from "
-                f"{paths[0]!r} to {paths[-1]!r}."
-            )
-    return [next((again for pattern, again in regather if fnmatchcase(path, pattern)), True) for path in paths]
+    _check_matches("regather", [pattern for pattern, _ in regather], named)
+    return [
+        next((again for pattern, again in regather if fnmatchcase(_name(path), pattern)), True) for path, _ in named
+    ]
