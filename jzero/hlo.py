@@ -54,9 +54,9 @@ class Instruction:
         return kind if kind in COLLECTIVES else ""
 
     @property
-    def asynchronous(self) -> bool:
-        """Whether it only starts something. jax 0.10 writes synchronous collectives as pairs too, and marks them."""
-        return self.opcode.endswith("-start") and '"is_sync":true' not in self.attributes
+    def is_sync(self) -> bool:
+        """Whether it is marked as synchronous, although it may be a start: jax 0.10 writes all collectives so."""
+        return '"is_sync":true' in self.attributes
 
     @property
     def op_names(self) -> list[str]:
@@ -111,7 +111,6 @@ class Program:
             return mesh_groups(ids, sizes, [(a, int(pre or 1), int(size or sizes[a])) for a, pre, size in axes])
         listed = re.findall(r"\{([\d,]+)\}", re.match(r"\{(?:\{[\d,]+\},?)*\}", text)[0])  # pyright: ignore[reportOptionalSubscript]
         return [_ints(group) for group in listed] or [list(range(self.n_devices))]
-
 
     @functools.cached_property
     def arrays(self) -> dict[str, dict[str, tuple[tuple[str, tuple[int, ...]], ...]]]:

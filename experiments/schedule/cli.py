@@ -1,0 +1,101 @@
+"""Options in, exit code out."""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from experiments.schedule import report
+from experiments.schedule.config import Config, parse_mesh, parse_option
+from experiments.schedule.models import MODELS
+from experiments.schedule.program import compile_program
+from jzero.targets import GPUS
+
+DESCRIPTION = """\
+Compile a model at a ZeRO stage for GPUs that need not be there, and read from XLA's schedule when it communicates.
+
+Prints every collective with what it is for and how many matmuls run between its start and its done, and the share of
+bytes that have one. Nothing is run: this is a schedule, not a time."""
+
+EXAMPLES = """\
+examples:
+  python -m experiments.schedule --stage 1 --unrolled --what step
+  python -m experiments.schedule --target h200x2x8 --mesh replica=2,data=8
+  python -m experiments.schedule --options xla_gpu_reduce_scatter_combine_threshold_bytes=1 --json"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Its defaults are those of `Config`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.schedule",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def option(name, text, kind: Callable[[str], Any] = int, **more: Any):
+        default = getattr(Config, name)
+        more = {"metavar": "N", "help": f"{text} (default: {default})"} | more
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, **more)
+
+    option("stage", "ZeRO stage", choices=range(4), metavar="0..3")
+    option("target", f"{', '.join(GPUS)}; x8 is one host of 8, x2x8 two hosts of 8", str, metavar="GPU")
+    text = "size of each mesh axis; an axis 'replica' repeats; -1 takes what is left (default: data=-1)"
+    option("mesh", text, _checked(parse_mesh), metavar="AXES", help=text)
+    text = "memory of each GPU, of which XLA's scheduler uses what is spare (default: the GPU's own)"
+    option("device_memory", text, float, metavar="GIB", help=text)
+    text = "compiler options of XLA"
+    parser.add_argument(
+        "--options",
+        type=_checked(parse_option),
+        nargs="+",
+        action="extend",
+        default=[],
+        help=text,
+        metavar="NAME=VALUE",
+    )
+    option(
+        "what", "the gradient alone, or the step with AdamW", str, choices=("value_and_grad", "step"), metavar="WHAT"
+    )
+    option("model", "what is compiled", str, choices=tuple(MODELS), metavar="MODEL")
+    option("layers", "blocks")
+    option("width", "width of the residual stream")
+    option("heads", "attention heads")
+    option("context", "bytes per sequence")
+    option("batch", "sequences per device")
+    text = "recompute each block in the backward pass (default: recompute)"
+    parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=Config.remat, help=text)
+    parser.add_argument("--unrolled", action="store_true", help="write the blocks out, instead of a scan over them")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns an exit code."""
+    command = parser()
+    given = vars(command.parse_args(argv))
+    logging.getLogger("jax_plugins").setLevel(logging.ERROR)  # they say that there is no CUDA, which is no news
+    as_json, options = given.pop("json"), given.pop("options")
+    try:
+        config = Config(**given, options=tuple(options))
+        program = compile_program(config)
+    except (ValueError, RuntimeError) as error:
+        command.exit(2, f"{command.prog}: error: {error}\n")
+    if as_json:
+        print(json.dumps(report.as_json(config, program), indent=1))
+    else:
+        report.show(Console(), config, program)
+    return 0
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed

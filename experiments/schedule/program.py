@@ -1,0 +1,60 @@
+"""From options to a compiled program."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+import jzero
+from experiments.schedule.config import Config
+from experiments.schedule.models import MODELS
+from jzero.schedule import Window, windows
+from jzero.state import compile_init
+from jzero.targets import target_mesh
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program, as far as it is looked at.
+
+    Attributes:
+        mesh: The mesh of GPUs that it is for.
+        windows: Its collectives, and what runs beside them.
+        temp_bytes: Bytes per device that it needs beside its arguments and results.
+    """
+
+    mesh: Mesh
+    windows: tuple[Window, ...]
+    temp_bytes: int
+
+
+def compile_program(config: Config) -> Program:
+    """Compiles ahead of time; nothing is run.
+
+    Raises:
+        ValueError: A target, a mesh or sizes that do not fit one another.
+        RuntimeError: No way to compile for GPUs here, or options that XLA refuses.
+    """
+    memory = None if config.device_memory is None else int(config.device_memory * 2**30)
+    mesh = target_mesh(config.target, device_memory=memory, **dict(config.mesh))
+    params, loss_fn, batch = MODELS[config.model](config)
+    replica = tuple(name for name in mesh.axis_names if name == "replica")
+    layout = jzero.zero(params, stage=config.stage, mesh=mesh, replica_axes=replica)
+    tx = optax.adamw(1e-3)
+    state = jax.eval_shape(compile_init(lambda params: params, tx, layout), params)
+    shape = (layout.batch_shards * config.batch, *batch.shape[1:])
+    batch = _placed(batch.update(shape=shape), layout.batch_spec, layout)
+    if config.what == "step":
+        lowered = jzero.train_step(loss_fn, tx, layout).lower(state, batch)
+    else:
+        params = jax.tree.map(lambda x, spec: _placed(x, spec, layout), state.params, layout.param_specs)
+        lowered = jax.jit(jzero.value_and_grad(loss_fn, layout)).lower(params, batch)
+    compiled = lowered.compile(compiler_options=dict(config.options))
+    memory: Any = compiled.memory_analysis()
+    return Program(mesh, windows(compiled, layout=layout), memory.temp_size_in_bytes)
+
+
+def _placed(x, spec, layout):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding(spec))
