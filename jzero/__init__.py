@@ -5,7 +5,7 @@ from jzero.explain import explain
 from jzero.grad import value_and_grad
 from jzero.layout import Layout
 from jzero.loss import Weighted
-from jzero.mark import gather
+from jzero.mark import gather, hint
 from jzero.mesh import make_mesh
 from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
@@ -26,6 +26,7 @@ __all__ = [
     "combine",
     "explain",
     "gather",
+    "hint",
     "init",
     "make_mesh",
     "memory",

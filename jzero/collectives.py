@@ -44,10 +44,11 @@ def all_reduce(layout: Layout, x: jax.Array, model: Model = ()) -> jax.Array:
 def gather(layout: Layout, shard: jax.Array, cut: Cut) -> jax.Array:
     """Makes an array whole, without padding: one all-gather, of each model shard, over the data axes."""
     axes = wide(layout, layout.data_axes)
-    whole = shard
+    whole, dim = shard, cut.dim
+    assert dim is not None
     if axes:
-        whole = on_model_shards(layout, lambda x: lax.all_gather(x, axes, axis=cut.dim, tiled=True), shard, cut.model)
-    return unpad(whole, (*whole.shape[: cut.dim], cut.length, *whole.shape[cut.dim + 1 :]))
+        whole = on_model_shards(layout, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), shard, cut.model)
+    return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
 
 
 def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
@@ -55,10 +56,12 @@ def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
 
     One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
     """
-    grad = pad(grad, (*grad.shape[: cut.dim], cut.stored, *grad.shape[cut.dim + 1 :]))
+    dim = cut.dim
+    assert dim is not None
+    grad = pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :]))
     if axes := wide(layout, layout.data_axes):
         grad = on_model_shards(
-            layout, lambda x: lax.psum_scatter(x, axes, scatter_dimension=cut.dim, tiled=True), grad, cut.model
+            layout, lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True), grad, cut.model
         )
     if axes := wide(layout, layout.replica_axes):
         grad = on_model_shards(layout, lambda x: lax.psum(x, axes), grad, cut.model)

@@ -23,13 +23,13 @@ class Cut:
     """How an array that is cut lies on the devices.
 
     Attributes:
-        dim: The dim that the data axes cut.
+        dim: The dim that the data axes cut; None if it is whole over them.
         length: Its length in the whole array.
         stored: The same with padding: a multiple of the number of shards.
         model: The axes that cut each dim beside them.
     """
 
-    dim: int
+    dim: int | None
     length: int
     stored: int
     model: Model
@@ -41,11 +41,15 @@ class Cut:
 
     def inside(self) -> "Cut":
         """The same without the first dim."""
-        return replace(self, dim=self.dim - 1, model=self.model[1:])
+        return replace(self, dim=None if self.dim is None else self.dim - 1, model=self.model[1:])
 
     def outside(self) -> "Cut":
         """The same with one more dim in front."""
-        return replace(self, dim=self.dim + 1, model=((), *self.model))
+        return replace(self, dim=None if self.dim is None else self.dim + 1, model=((), *self.model))
+
+    def gathered(self) -> "Cut":
+        """The same, whole over the data axes."""
+        return replace(self, dim=None)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Leaf:
     def cut(self) -> Cut | None:
         """How it lies where a stage shards it; None if it stays whole over the data axes."""
         return None if self.dim is None else Cut(self.dim, self.shape[self.dim], self.stored[self.dim], self.model)
+
+    @property
+    def model_cut(self) -> Cut | None:
+        """How it lies where it is whole over the data axes; None if it is whole over the model axes as well."""
+        return Cut(None, 0, 0, self.model) if any(self.model) else None
 
     @property
     def twice_cut(self) -> bool:

@@ -44,7 +44,7 @@ def moved(eqn: Any, cut: Cut) -> Cut | None:
         return None
     back = {after: before for before, after in to.items()}
     model = tuple(cut.model[back[dim]] if dim in back else () for dim in range(len(eqn.outvars[0].aval.shape)))
-    return replace(cut, dim=to[cut.dim], model=model)
+    return replace(cut, dim=None if cut.dim is None else to[cut.dim], model=model)
 
 
 def moved_from(eqn: Any, cut: Cut) -> Cut | None:
@@ -65,10 +65,10 @@ def _reshaped_dim(before, after, dim):
     return None
 
 
-def on_shard(eqn: Any, shard: jax.Array, dim: int, *others: Any) -> jax.Array:
+def on_shard(eqn: Any, shard: jax.Array, dim: int | None, *others: Any) -> jax.Array:
     """Does to a shard, cut along `dim`, what the equation does to the whole array. `moved_dim` must not be None."""
-    params, length = eqn.params, shard.shape[dim]
-    to = moved_dim(eqn, dim)
+    params = eqn.params
+    length, to = (0, None) if dim is None else (shard.shape[dim], moved_dim(eqn, dim))
     shape = tuple(length if d == to else size for d, size in enumerate(eqn.outvars[0].aval.shape))
 
     def at(values, own):

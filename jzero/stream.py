@@ -19,8 +19,9 @@ from jzero.collectives import all_reduce, gather, scatter
 from jzero.jaxprs import are_zeros, bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var, source_of, split_scan
 from jzero.layout import Layout
 from jzero.mark import MARK
+from jzero.pin import pin_operands, pin_results
 from jzero.plan import LOOPS_AND_BLOCKS, plan
-from jzero.rules import Leaf
+from jzero.rules import Cut, Leaf
 from jzero.shapes import moved
 from jzero.views import SLICES, STRUCTURAL, Reduced, Shards, View
 
@@ -105,10 +106,10 @@ def stream(
 
     closed, out = jax.make_jaxpr(value_and_grad, return_shape=True)(whole, *flat)
     run = Run(layout)
-    cut = layout.stage.params == "sharded"
+    cuts = [leaf.cut if layout.stage.params == "sharded" and leaf.cut else leaf.model_cut for leaf in layout.leaves]
     ins = [
-        View(Shards(x, leaf.cut, leaf, FORWARD), x.dtype) if cut and leaf.cut is not None else x
-        for x, leaf in zip(leaves, layout.leaves, strict=True)
+        x if cut is None else View(Shards(x, cut, leaf, FORWARD), x.dtype)
+        for x, cut, leaf in zip(leaves, cuts, layout.leaves, strict=True)
     ]
     scattered = layout.stage.reduce == "block" and layout.stage.grads == "sharded"
     unused = are_zeros(closed.jaxpr, closed.jaxpr.outvars[1 : 1 + len(trained)])
@@ -136,7 +137,7 @@ def _evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], 
         if eqn.primitive.name in REMAT:
             # What the backward pass needs inside of a block and elsewhere is gathered once, outside.
             ins = [
-                _whole(run, x, eqn) if is_var(v) and uses[v] > 1 else x for x, v in zip(ins, eqn.invars, strict=True)
+                _ahead(run, x, eqn) if is_var(v) and uses[v] > 1 else x for x, v in zip(ins, eqn.invars, strict=True)
             ]
         outs = _equation(run, eqn, ins, [want.get(v) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -161,7 +162,10 @@ def _equation(run, eqn, ins, wants):
             if eqn.params["name"] == MARK:
                 _whole(run, first, eqn)
             return ins
-    outs = bind(eqn, [_whole(run, x, eqn, early=name if name in SLICES or has_jaxpr(eqn) else "") for x in ins])
+    early = name if name in SLICES or has_jaxpr(eqn) else ""
+    wholes = [_whole(run, x, eqn, early) for x in ins]
+    models = [x.model if isinstance(x, View) else None for x in ins]
+    outs = pin_results(run.layout, eqn, bind(eqn, pin_operands(run.layout, eqn, wholes, models)), models)
     return [_reduced(run, x, want) for x, want in zip(outs, wants, strict=True)]
 
 
@@ -186,6 +190,16 @@ def _whole(run: Run, x: Any, eqn: Any, early: str = "") -> Any:
     return value
 
 
+def _ahead(run, x, eqn, early=""):
+    """Gathers before the use. What is cut over model axes is still followed to there."""
+    if not isinstance(x, View) or x.shards.cut.dim is None:
+        return x
+    whole, model = _whole(run, x, eqn, early), x.model
+    return (
+        whole if model is None else View(Shards(whole, Cut(None, 0, 0, model), x.shards.leaf, run.phase), whole.dtype)
+    )
+
+
 def _time(run, shards):
     """Until when a gathered leaf is kept: to the end of the phase, or of both."""
     return run.phase if shards.leaf.regather else KEPT
@@ -193,6 +207,8 @@ def _time(run, shards):
 
 def _gather(run, view, eqn, early):
     shards, value = view.shards, view.shards.value.astype(view.dtype)
+    if shards.cut.dim is None:
+        return value
     if run.phase == BACKWARD and shards.phase == FORWARD:
         # Not before the loss is there, and not the same as the gather of the forward pass.
         value, _ = lax.optimization_barrier((value, run.loss))
@@ -303,7 +319,7 @@ def _closed_over(run, x, eqn, jaxpr, var):
         users = [user for user in jaxpr.eqns if var in user.invars]
         if all(user.primitive.name in SLICES and moved(user, view.shards.cut) is not None for user in users):
             return view
-    return _whole(run, x, eqn)
+    return _ahead(run, x, eqn)
 
 
 def _scannable(run, x, eqn):
@@ -312,7 +328,9 @@ def _scannable(run, x, eqn):
         return x
     view = x.settle()
     if view is None or view.shards.cut.first or (_time(run, x.shards) != KEPT and _held(run, x)):
-        return _whole(run, x, eqn, early="" if _held(run, x) else "scan")
+        x = _ahead(run, x, eqn, early="" if _held(run, x) else "scan")
+        view = x.settle() if isinstance(x, View) else None
+        return _whole(run, x, eqn) if view is None or view.shards.cut.first else view
     return view
 
 

@@ -1,4 +1,7 @@
-"""Values of the streaming pass: leaves that are still cut, and gradients that are cut already."""
+"""Values of the streaming pass: leaves that are still cut, and gradients that are cut already.
+
+A leaf that is whole over the data axes, but cut over model axes, is followed in the same way.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.jaxprs import is_zero
-from jzero.rules import Cut, Leaf
+from jzero.rules import Cut, Leaf, Model
 from jzero.shapes import moved, moved_from, on_shard
 
 STRUCTURAL = {"convert_element_type", "copy", "transpose", "squeeze", "reshape"}
@@ -80,6 +83,14 @@ class View:
         """What is to be done after the gather: casts, and changes of shape."""
         casts = [eqn for eqn in self.after if eqn.primitive.name == "convert_element_type"]
         return casts, [eqn for eqn in self.after if eqn.primitive.name != "convert_element_type"]
+
+    @property
+    def model(self) -> Model | None:
+        """The model axes of each dim of what it stands for; None if there are none, or they cannot be told."""
+        cut: Cut | None = self.shards.cut.gathered()
+        for eqn in self.after:
+            cut = cut and moved(eqn, cut)
+        return cut.model if cut is not None and any(cut.model) else None
 
     def settle(self) -> "View | None":
         """The view with all changes of shape done to the shards; None if they would not stay intact."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero import Stage
@@ -19,11 +20,24 @@ STAGES = {
     "by_block": Stage("replicated", "replicated", "replicated", "block"),
 }
 
-L, D, F, V = 3, 24, 48, 64
+L, D, F, V, H = 3, 24, 48, 64, 4
+
+# Tensor parallelism: vocabulary, columns, rows, heads; a bias whose only other dim is that of the layers.
+RULES = [
+    ("table", P("model")),
+    ("blocks/up", P(None, None, "model")),
+    ("blocks/down", P(None, "model")),
+    ("blocks/bias", P(None, "model")),
+    ("attention/qkv", P(None, None, "model")),
+    ("attention/out", P(None, "model")),
+    ("square", P(None, "model")),
+    ("nested", P(None, None, None, "model")),
+    ("kernel", P(None, None, None, "model")),
+]
 
 
 def init_params(key):
-    keys = jax.random.split(key, 8)
+    keys = jax.random.split(key, 12)
 
     def normal(index, *shape):
         return jax.random.normal(keys[index], shape) * 0.1
@@ -35,11 +49,13 @@ def init_params(key):
         "odd": normal(5, L, 7, 5),
         "nested": normal(6, 2, L, D, D),
         "first": normal(7, 8, 3, 5),  # on 8 devices only the first dim divides, which a scan takes apart
+        "attention": {"qkv": normal(8, L, D, 3 * D), "out": normal(9, L, D, D), "norm": 1 + normal(10, L, D)},
+        "kernel": normal(11, L, 3, D, D),
     }
 
 
 def batch():
-    return {"tokens": np.random.default_rng(0).integers(0, V, (48, 5))}
+    return {"tokens": np.random.default_rng(0).integers(0, V, (48, 8))}
 
 
 def block(x, w):
@@ -170,6 +186,39 @@ def _marked(x, p):
     return block(x, jzero.gather(_layer(p, 1)))
 
 
+def _cond_experts(x, p):
+    def expert(w):
+        used = jnp.sum(w["bias"]) > 0  # not the same for all experts
+        return lax.cond(used, lambda: jax.nn.gelu(x @ w["up"]) @ w["down"], lambda: x * jnp.sum(w["bias"]))
+
+    gate = jax.nn.softmax(x @ p["square"][:, :L])
+    return x + sum(gate[..., index, None] * expert(_layer(p, index)) for index in range(L))
+
+
+def _gpt_block(x, w):
+    """Attention and MLP, with the sequence cut over the model axis between them, where there is one that divides."""
+    attention, mlp = w
+    sequence = P(None, "model") if x.shape[1] % 4 == 0 else P()
+    x = jzero.hint(x, sequence)
+    h = x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * attention["norm"]
+    q, k, v = jnp.split((h @ attention["qkv"]).reshape(*x.shape[:2], H, -1), 3, -1)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    mixed = jzero.hint(jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v), P(None, None, "model"))
+    return block(x + mixed.reshape(x.shape) @ attention["out"], mlp)
+
+
+def _gpt(x, p):
+    body = jax.checkpoint(lambda x, w: (_gpt_block(x, w), None))
+    return lax.scan(body, x, (p["attention"], p["blocks"]))[0]
+
+
+def _gpt_unrolled(x, p):
+    for index in range(L):
+        x = _gpt_block(x, jax.tree.map(lambda w, index=index: w[index], (p["attention"], p["blocks"])))
+    return x
+
+
 BODIES = {
     body.__name__.strip("_"): body
     for body in (
@@ -195,6 +244,9 @@ BODIES = {
         _scanned_first,
         _mapped,
         _marked,
+        _cond_experts,
+        _gpt,
+        _gpt_unrolled,
     )
 }
 
@@ -206,5 +258,25 @@ def loss(name):
         x = BODIES[name](params["table"][batch["tokens"]], params)
         logs = jax.nn.log_softmax(x @ params["table"].T)
         return -jnp.mean(jnp.take_along_axis(logs, (batch["tokens"][..., None] + 1) % V, -1))
+
+    return loss_fn
+
+
+def conv_loss(batch_axes=()):
+    """A residual convolutional net with batch norm over the whole batch, which is cut over these axes."""
+
+    def over_batch(x):
+        mean = jnp.mean(x, (0, 1))
+        return jax.lax.pmean(mean, batch_axes) if batch_axes else mean
+
+    def loss_fn(params, batch):
+        def layer(x, kernel):
+            y = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+            y = y - over_batch(y)
+            return x + jax.nn.relu(y * lax.rsqrt(over_batch(y**2) + 1e-6)), None
+
+        x, _ = lax.scan(layer, params["table"][batch["tokens"]], params["kernel"])
+        logs = jax.nn.log_softmax(jnp.mean(x, 1) @ params["table"].T)
+        return -jnp.mean(jnp.take_along_axis(logs, batch["tokens"][:, :1], -1))
 
     return loss_fn

@@ -30,6 +30,7 @@ examples:
   python -m experiments.gpt --compare-stages           losses, bytes and collectives of stages 0 to 3, side by side
   python -m experiments.gpt --stage 1 --devices 4      another stage, on four devices
   python -m experiments.gpt --mesh replica=2,data=4    hybrid sharding: sharded in groups of 4, repeated over 2
+  python -m experiments.gpt --mesh data=4,model=2      tensor parallelism within pairs, beside the stage
   python -m experiments.gpt --data ~/my/notes          your own text: a file, or every text file of a folder
   JAX_PLATFORMS=cpu python -m experiments.gpt          simulated devices, even where there are accelerators"""
 
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("sharding")
     text = "ZeRO stage: 0 nothing sharded; 1, 2 gradients and optimizer state; 3 params as well"
     option(group, int, "stage", text, choices=range(4), metavar="0..3")
-    text = "size of each mesh axis: 'data', perhaps 'replica'; -1 takes what is left (default: data=-1)"
+    text = "size of each mesh axis: 'data', perhaps 'replica' or 'model'; -1 takes what is left (default: data=-1)"
     group.add_argument("--mesh", type=_mesh, default=Config.mesh, metavar="AXES", help=text)
     text = "how many devices (default: what --mesh needs, else all accelerators, or 8 simulated ones)"
     option(group, int, "devices", text, help=text)

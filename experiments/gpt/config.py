@@ -76,6 +76,12 @@ class Config:
                 f"--width {self.width} --heads {self.heads}: each head needs an even number of channels, "
                 f"so a width that is a multiple of 2 x {self.heads} = {2 * self.heads}."
             )
+        for name in ("heads", "context"):
+            if self.model_shards > 0 and getattr(self, name) % self.model_shards:
+                raise ValueError(
+                    f"{_option(name)} {getattr(self, name)} does not divide over the model axis of size "
+                    f"{self.model_shards}; use a multiple, or another --mesh."
+                )
         if self.sample and not self.prompt:
             raise ValueError("--prompt is empty: give at least one character, or --sample 0 for no sample.")
 
@@ -83,6 +89,11 @@ class Config:
     def replica_axes(self) -> tuple[str, ...]:
         """The replica axis, if the mesh has one."""
         return tuple(name for name, _ in self.mesh if name == "replica")
+
+    @property
+    def model_shards(self) -> int:
+        """Size of the model axis; 1 if the mesh has none."""
+        return dict(self.mesh).get("model", 1)
 
 
 def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
@@ -103,10 +114,10 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
         name, equals, size = (word.strip() for word in part.partition("="))
         if not equals or not size.removeprefix("-").isdecimal():
             raise ValueError(f"{part!r} is not a name and a size; wanted for example replica=2,data=4.")
-        if name not in ("replica", "data"):
+        if name not in ("replica", "data", "model"):
             raise ValueError(
                 f"no axis {name!r} here; wanted 'data' (params, gradients and optimizer state are cut "
-                f"over it) and perhaps 'replica' (they are repeated over it)."
+                f"over it) and perhaps 'replica' (they are repeated over it) or 'model' (tensor parallelism)."
             )
         if name in axes:
             raise ValueError(f"axis {name!r} is named twice in {text!r}.")

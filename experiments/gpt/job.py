@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import jzero
 from experiments.gpt.config import Config
 from experiments.gpt.model import GPT, loss_per_byte, mean_loss, next_byte_logits
+from experiments.gpt.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def build(config: Config, mesh: Mesh) -> Job:
         mesh=mesh,
         replica_axes=config.replica_axes,
         min_shard_size=config.min_shard_size,
+        rules=RULES if "model" in mesh.axis_names else (),
     )
     parts = layout.batch_shards * config.microbatches
     if config.batch_size % parts:

@@ -1,8 +1,9 @@
 """The GPT and its loss: plain flax for one device, which knows nothing of meshes or stages.
 
-Pre-norm blocks, rotary positions (RoFormer, arXiv:2104.09864), a squared ReLU (Primer, arXiv:2109.08668; on CPU it
-takes far less time than a GELU), one embedding for input and output. Letters in names are dims: B batch, T time,
-D width, H heads, K channels of a head, V = 256 bytes.
+Two hints say how activations lie on a model axis, if there is one. Pre-norm blocks, rotary positions (RoFormer,
+arXiv:2104.09864), a squared ReLU (Primer, arXiv:2109.08668; on CPU it takes far less time than a GELU), one embedding
+for input and output. Letters in names are dims: B batch, T time, D width, H heads, K channels of a head, C = 3K,
+V = 256 bytes.
 """
 
 from typing import Any, cast
@@ -11,6 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
+
+import jzero
 
 VOCABULARY = 256
 
@@ -31,12 +35,13 @@ class Block(nn.Module):
         def dense(features, name, init):
             return nn.Dense(features, use_bias=False, kernel_init=init, name=name)
 
-        heads = (*x_BTD.shape[:-1], self.heads, self.width // self.heads)
+        x_BTD = jzero.hint(x_BTD, P(None, "model"))  # sequence parallelism: between blocks, cut along the sequence
         h_BTD = nn.RMSNorm(name="attn_norm")(x_BTD)
-        q_BTHK, k_BTHK, v_BTHK = (
-            part.reshape(heads) for part in jnp.split(dense(3 * self.width, "qkv", inner)(h_BTD), 3, axis=-1)
-        )
+        # One head's queries, keys and values lie beside each other, so that columns can be cut into heads.
+        qkv_BTHC = dense(3 * self.width, "qkv", inner)(h_BTD).reshape(*x_BTD.shape[:-1], self.heads, -1)
+        q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv_BTHC, 3, axis=-1)
         mixed_BTHK = jax.nn.dot_product_attention(rotate(q_BTHK), rotate(k_BTHK), v_BTHK, is_causal=True)
+        mixed_BTHK = jzero.hint(mixed_BTHK, P(None, None, "model"))  # within attention, along the heads
         x_BTD = x_BTD + dense(self.width, "out", outer)(mixed_BTHK.reshape(x_BTD.shape))
         h_BTD = nn.RMSNorm(name="mlp_norm")(x_BTD)
         h_BTF = jnp.square(jax.nn.relu(dense(4 * self.width, "up", inner)(h_BTD)))

@@ -29,7 +29,9 @@ def show_text(console: Console, text: Text, yardstick: float) -> None:
 def show_placements(console: Console, job: Job) -> None:
     """Where each leaf lives: `jzero.explain`, put so that it fits a terminal."""
     layout = job.layout
-    over = " x ".join(layout.data_axes)
+    cut = (
+        "1 data: dim 1 cut over data" if layout.model_axes else f"dim: cut along it over {' x '.join(layout.data_axes)}"
+    )
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     table.title = f"Placements at stage {stage_number(layout)} ({job.n_params:,} params)"
     for name in ("leaf", "shape", "params", "grads", "opt"):
@@ -40,19 +42,19 @@ def show_placements(console: Console, job: Job) -> None:
         name = row.path
         if row.reason:
             whole.setdefault(row.reason, []).append(name)
-        places = [_place(spec) for spec in (row.params, row.grads, row.opt_state)]
+        places = [_place(spec, bool(layout.model_axes)) for spec in (row.params, row.grads, row.opt_state)]
         table.add_row(name, str(row.shape), *places, f"{row.bytes_per_device:,}")
     console.print(table)
-    console.print(f"  dim: cut along it over {over}; whole: on every device; bytes: of the params, on each device")
+    console.print(f"  {cut}; whole: on every device; bytes: of the params, on each device")
     for reason, names in whole.items():
         console.print(f"  {', '.join(names)}: {reason}", markup=False, highlight=False)
 
 
-def _place(spec: PartitionSpec | None) -> str:
+def _place(spec: PartitionSpec | None, tensor_parallel: bool) -> str:
     if spec is None:
         return "-"
-    cut = [dim for dim, axes in enumerate(spec) if axes is not None]
-    return f"dim {cut[0]}" if cut else "whole"
+    cut = [(dim, axes if isinstance(axes, str) else ", ".join(axes)) for dim, axes in enumerate(spec) if axes]
+    return ", ".join(f"{dim} {axes}" if tensor_parallel else f"dim {dim}" for dim, axes in cut) or "whole"
 
 
 def stage_number(layout: jzero.Layout) -> int:
@@ -79,8 +81,9 @@ def show_bytes(console: Console, config: Config, job: Job, state: jzero.TrainSta
         formula = FORMULAS[config.stage]
         ideal = formula_bytes(job)
         console.print(
-            f"ZeRO's formula for Adam in float32: {formula} = {ideal:,.0f} with P = {job.n_params:,} and "
-            f"N = {layout.shards}; the layout is {planned.total - ideal:,.0f} bytes off: scalars"
+            f"ZeRO's formula for Adam in float32: {formula} = {ideal:,.0f} with P = {model_shard(job):,} "
+            f"{'(one model shard) ' if layout.model_axes else ''}and N = {layout.shards}; the layout is "
+            f"{planned.total - ideal:,.0f} bytes off: scalars"
             + (", and leaves kept whole (see reason above)." if layout.stage.opt_state == "sharded" else ".")
         )
 
@@ -92,7 +95,12 @@ def most_bytes(tree) -> int:
 
 def formula_bytes(job: Job) -> float:
     """Bytes per device that ZeRO promises for Adam in float32."""
-    return jzero.memory.formula(job.layout.stage, params=job.n_params, shards=job.layout.shards)
+    return jzero.memory.formula(job.layout.stage, params=model_shard(job), shards=job.layout.shards)
+
+
+def model_shard(job: Job) -> int:
+    """P: the params of one model shard; all of them without a model axis."""
+    return sum(jzero.memory.leaf_bytes(job.layout, leaf, "replicated") for leaf in job.layout.leaves) // 4
 
 
 def progress_bar(console: Console) -> Progress:
