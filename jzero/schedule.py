@@ -16,6 +16,7 @@ import jax
 
 from jzero import hlo
 from jzero.layout import Layout
+from jzero.rules import Leaf
 
 _SCOPE = re.compile(r"jzero\.(?:gather\.)?(\w+)\[(.*)\](?:/|$)")
 _MATMUL = re.compile(r'custom_call_target="__cublas\$\S*(?:gemm|matmul)', re.IGNORECASE)
@@ -230,5 +231,11 @@ def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout:
 
 def _by_shape(shape: tuple[int, ...], layout: Layout | None) -> str:
     """The leaves that have this shape, whole or without a first dim that a loop takes apart."""
-    leaves = layout.leaves if layout is not None and shape else ()
-    return " or ".join(leaf.path for leaf in leaves if shape in (leaf.stored, leaf.stored[1:]))
+    if layout is None or not shape:
+        return ""
+
+    def of_device(leaf: Leaf) -> tuple[int, ...]:
+        model = leaf.model or ((),) * len(leaf.stored)
+        return tuple(size // layout.size(axes) for size, axes in zip(leaf.stored, model, strict=True))
+
+    return " or ".join(leaf.path for leaf in layout.leaves if shape in (of_device(leaf), of_device(leaf)[1:]))

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
     option("stage", "ZeRO stage", choices=range(4), metavar="0..3")
     option("target", f"{', '.join(GPUS)}; x8 is one host of 8, x2x8 two hosts of 8", str, metavar="GPU")
-    text = "size of each mesh axis; an axis 'replica' repeats; -1 takes what is left (default: data=-1)"
+    text = "size of each mesh axis: data, perhaps replica and model; -1 takes what is left (default: data=-1)"
     option("mesh", text, _checked(parse_mesh), metavar="AXES", help=text)
     text = "memory of each GPU, of which XLA's scheduler uses what is spare (default: the GPU's own)"
     option("device_memory", text, float, metavar="GIB", help=text)
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     option("width", "width of the residual stream")
     option("heads", "attention heads")
     option("context", "bytes per sequence")
-    option("batch", "sequences per device")
+    option("batch", "sequences per data shard")
     text = "recompute each block in the backward pass (default: recompute)"
     parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=Config.remat, help=text)
     parser.add_argument("--unrolled", action="store_true", help="write the blocks out, instead of a scan over them")

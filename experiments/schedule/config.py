@@ -11,7 +11,8 @@ class Config:
     Attributes:
         stage: ZeRO stage, 0 to 3.
         target: The GPUs that it is compiled for, as for `target_mesh`.
-        mesh: Size of each mesh axis by name, in order; an axis named replica repeats what is cut over the others.
+        mesh: Size of each mesh axis by name, in order; one named replica repeats what data cuts, one named model
+            cuts heads and the MLP (tensor parallelism).
         device_memory: GiB of memory of each GPU; None: the real thing's.
         options: XLA's compiler options.
         what: The gradient alone, or the training step with AdamW.
@@ -20,7 +21,7 @@ class Config:
         width: Size of the residual stream; the MLP is four times as wide.
         heads: Attention heads per block.
         context: Tokens per sequence.
-        batch: Sequences per device.
+        batch: Sequences per data shard.
         remat: Whether blocks are recomputed in the backward pass.
         unrolled: Whether the blocks are written out one after the other, instead of a scan over stacked ones.
     """
@@ -57,6 +58,8 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
         name, _, size = (word.strip() for word in part.partition("="))
         if not name.isidentifier() or not size.removeprefix("-").isdecimal():
             raise ValueError(f"{part!r} is not a name and a size; wanted for example replica=2,data=8.")
+        if name not in ("replica", "data", "model"):
+            raise ValueError(f"no axis {name!r} here; wanted data, perhaps replica and model.")
         if name in axes:
             raise ValueError(f"axis {name!r} is named twice in {text!r}.")
         axes[name] = int(size)

@@ -5,20 +5,39 @@ F width of the MLP, H heads, K channels of a head, V = 256 bytes.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from experiments.schedule.config import Config
 
 VOCABULARY = 256
 
 
-def gpt(config: Config) -> tuple[Any, Callable[[Any, jax.Array], jax.Array], jax.ShapeDtypeStruct]:
-    """Abstract params, the loss, and one device's abstract batch: bytes, (B, T + 1)."""
+@dataclass(frozen=True)
+class Model:
+    """What is compiled.
+
+    Attributes:
+        params: Abstract params.
+        loss_fn: `loss_fn(params, batch)`.
+        batch: The abstract batch of one data shard.
+        rules: Which dims an axis named model cuts, as for `zero`.
+    """
+
+    params: Any
+    loss_fn: Callable[[Any, jax.Array], jax.Array]
+    batch: jax.ShapeDtypeStruct
+    rules: tuple[tuple[str, P], ...]
+
+
+def gpt(config: Config) -> Model:
+    """The GPT; its batch is bytes, (B, T + 1)."""
     width, heads = config.width, config.heads
     shapes = {
         "attn": {"norm": (width,), "qkv": (width, 3 * width), "out": (width, width)},
@@ -53,7 +72,9 @@ def gpt(config: Config) -> tuple[Any, Callable[[Any, jax.Array], jax.Array], jax
         "blocks": [leaves() for _ in range(config.layers)] if config.unrolled else leaves(config.layers),
         "norm": jax.ShapeDtypeStruct((width,), jnp.float32),
     }
-    return params, loss_fn, jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32)
+    rows, columns = (P("model"), P(None, "model")) if config.unrolled else (P(None, "model"), P(None, None, "model"))
+    rules = ("*/qkv", columns), ("*/out", rows), ("*/up", columns), ("*/down", rows)
+    return Model(params, loss_fn, jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32), rules)
 
 
 def _attention(x_BTD, heads, norm, qkv, out):
