@@ -20,6 +20,12 @@ SIZE = Size(layers=2, width=64, heads=2, vocabulary=64, context=8, batch_size=8)
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--vocabulary", "16", "--context", "8", "--rounds", "2"]
 
 
+@pytest.fixture(autouse=True)
+def started():
+    """JAX has started with the tests' devices, before a command can ask for fewer."""
+    assert len(jax.devices()) == 8
+
+
 def mesh_of(devices):
     return jzero.make_mesh(devices=jax.devices()[:devices], data=devices)
 
