@@ -16,7 +16,8 @@ def plan(jaxpr: Any, wants: Sequence[Cut | None]) -> dict[Any, Cut]:
     """Which values to reduce, or to expect reduced: from the cuts wanted of outputs as far back as that saves bytes.
 
     It does in front of a cast to a wider dtype, in front of the placing of parts among zeros (the gradient of a stack
-    of which a loss takes single layers), and inside of a loop or block. A sum of several uses is reduced once.
+    of which a loss takes single layers), and inside of a loop or block. A sum of several uses is reduced once. How a
+    gradient is cut over model axes is known as far back as that goes: such a `Cut` without a dim asks for no reduction.
     """
     uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
     uses.update(v for v in jaxpr.outvars if is_var(v))
@@ -66,9 +67,20 @@ def plan(jaxpr: Any, wants: Sequence[Cut | None]) -> dict[Any, Cut]:
             atom, cut = eqn.invars[0], before
         want.update(chain[: useful + 1])
 
+    def follow(atom, cut):
+        while alone(atom) and cut is not None and any(cut.model):
+            want.setdefault(atom, cut.gathered())
+            eqn = maker[atom]
+            if eqn.primitive.name == "add_any":
+                for part in eqn.invars:
+                    follow(part, cut)
+                return
+            atom, cut = eqn.invars[0], pushed_back(eqn, cut)
+
     for atom, cut in zip(jaxpr.outvars, wants, strict=True):
         if cut is not None:
             push(atom, cut)
+            follow(atom, cut)
     return want
 
 

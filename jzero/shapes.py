@@ -54,7 +54,7 @@ def moved_from(eqn: Any, cut: Cut) -> Cut | None:
         return None
     before = {dim: to for to, dim in back.items() if to is not None}
     model = tuple(cut.model[before[dim]] if dim in before else () for dim in range(len(eqn.invars[0].aval.shape)))
-    return replace(cut, dim=back[cut.dim], model=model)
+    return replace(cut, dim=None if cut.dim is None else back[cut.dim], model=model)
 
 
 def _reshaped_dim(before, after, dim):

@@ -19,11 +19,12 @@ from jzero.collectives import all_reduce, gather, scatter
 from jzero.jaxprs import are_zeros, bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var, source_of, split_scan
 from jzero.layout import Layout
 from jzero.mark import MARK
-from jzero.pin import pin_operands, pin_results
+from jzero.pin import pinned
 from jzero.plan import LOOPS_AND_BLOCKS, plan
 from jzero.rules import Cut, Leaf
 from jzero.shapes import moved
 from jzero.views import SLICES, STRUCTURAL, Reduced, Shards, View
+from jzero.vocabulary import added_up, looked_up
 
 FORWARD, BACKWARD, KEPT = "forward", "backward", "kept"
 REMAT = {"checkpoint", "remat", "remat2"}
@@ -113,7 +114,10 @@ def stream(
     ]
     scattered = layout.stage.reduce == "block" and layout.stage.grads == "sharded"
     unused = are_zeros(closed.jaxpr, closed.jaxpr.outvars[1 : 1 + len(trained)])
-    wants = [leaf.cut if scattered and not zero else None for leaf, zero in zip(layout.trainable, unused, strict=True)]
+    wants = [
+        None if zero else leaf.cut if scattered and leaf.cut else leaf.model_cut
+        for leaf, zero in zip(layout.trainable, unused, strict=True)
+    ]
     wants = [None, *wants, *[None] * (len(closed.jaxpr.outvars) - 1 - len(wants))]
     outs = _evaluate(run, closed.jaxpr, closed.consts, [*ins, *flat], wants, loss=closed.jaxpr.outvars[0])
     outs = [x.value if isinstance(x, Reduced) else _whole(run, x, None) for x in outs]
@@ -164,14 +168,27 @@ def _equation(run, eqn, ins, wants):
             return ins
     early = name if name in SLICES or has_jaxpr(eqn) else ""
     wholes = [_whole(run, x, eqn, early) for x in ins]
-    models = [x.model if isinstance(x, View) else None for x in ins]
-    outs = pin_results(run.layout, eqn, bind(eqn, pin_operands(run.layout, eqn, wholes, models)), models)
+    outs = _tensor_parallel(run, eqn, ins, wholes, wants) or bind(eqn, wholes)
     return [_reduced(run, x, want) for x, want in zip(outs, wants, strict=True)]
 
 
+def _tensor_parallel(run, eqn, ins, wholes, wants):
+    """The results of what is done to weights that are cut over model axes in a way of its own; None for the rest."""
+    models = [x.model if isinstance(x, View) else None for x in ins]
+    out = None
+    match eqn.primitive.name:
+        case "dot_general":
+            return bind(eqn, pinned(run.layout, eqn, wholes, models))
+        case "gather" if models[0]:
+            out = looked_up(run.layout, eqn, wholes[0], wholes[1], models[0])
+        case "scatter-add" if wants[0] and any(wants[0].model):
+            out = added_up(run.layout, eqn, wholes, wants[0].model)
+    return None if out is None else [out]
+
+
 def _reduced(run, x, want):
-    """What is wanted of a gradient: reduced here, if it was not before."""
-    if want is None or isinstance(x, Reduced):
+    """What is wanted of a gradient: reduced here, if it was not before, and is to be now."""
+    if want is None or want.dim is None or isinstance(x, Reduced):
         return x
     return Reduced(scatter(run.layout, _whole(run, x, None), want), want)
 
