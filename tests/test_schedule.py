@@ -256,6 +256,7 @@ ENTRY %main (x: f32[8,8]) -> f32[64,8] {{
         ("%y = f32[8,8]{1,0} fusion(%x), kind=kCustom, calls=%two", 1),  # one kernel
         ('%y = f32[8,8]{1,0} fusion(%x), kind=kLoop, calls=%none, metadata={op_name="jit(f)/dot_general"}', 0),
         ("%dot_general.7 = f32[8,8]{1,0} copy(%x)", 0),
+        ("%y = f32[8,8]{1,0} fusion(%gemm_fusion_dot.120), kind=kInput, calls=%none", 0),  # takes a matmul's result
         ("%y = f32[8,8]{1,0} call(%x), to_apply=%two", 2),
         ("%y = f32[8,8]{1,0} while(%x), condition=%none, body=%two", 2),
         ("%y = f32[8,8]{1,0} conditional(%x, %x, %x), branch_computations={%one, %two}", 3),
