@@ -212,6 +212,18 @@ def test_windows_of_a_program_for_gpus(mesh, text):
     )
 
 
+def test_shares_are_those_of_loop_bodies_where_there_are_any():
+    """A gather that the compiler has peeled off its loop is left out, however it is covered; runs are multiplied."""
+
+    def window(matmuls, loop, passes, *shape):
+        return Window("all-gather", (forward("w", *shape),), (D,), True, matmuls, loop, passes)
+
+    peeled, covered, bare = window(0, (), 1, 1000), window(3, (1,), 7, 10), window(0, (2, 1), 2, 15)
+    assert shares([peeled, covered, bare]) == (Share("all-gather", "forward", True, bytes=200, covered=140),)
+    assert shares([peeled, covered, bare])[0].share == 0.7
+    assert shares([peeled]) == (Share("all-gather", "forward", False, bytes=2000, covered=0),)
+
+
 def between(*lines, computations=""):
     """A program with these lines between the start and the done of an all-gather."""
     return f"""HloModule m, is_scheduled=true, num_partitions=8
