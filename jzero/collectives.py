@@ -35,19 +35,23 @@ def on_model_shards(layout: Layout, collective: Callable[..., jax.Array], x: jax
     )(x)
 
 
-def all_reduce(layout: Layout, x: jax.Array, model: Model = ()) -> jax.Array:
-    """Sums over all batch axes: one all-reduce of the whole array, or of each model shard."""
+def all_reduce(layout: Layout, x: jax.Array, leaf: Leaf | None = None) -> jax.Array:
+    """Sums over all batch axes: one all-reduce of the whole array, or of each model shard of a leaf's gradient."""
     axes = wide(layout, layout.batch_axes)
-    return on_model_shards(layout, lambda x: lax.psum(x, axes), x, model) if axes else x
+    if not axes:
+        return x
+    with jax.named_scope(f"jzero.reduce[{leaf.path if leaf else ''}]"):
+        return on_model_shards(layout, lambda x: lax.psum(x, axes), x, leaf.model if leaf else ())
 
 
-def gather(layout: Layout, shard: jax.Array, cut: Cut) -> jax.Array:
+def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
     """Makes an array whole, without padding: one all-gather, of each model shard, over the data axes."""
     axes = wide(layout, layout.data_axes)
     whole, dim = shard, cut.dim
     assert dim is not None
     if axes:
-        whole = on_model_shards(layout, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), shard, cut.model)
+        with jax.named_scope(f"jzero.gather.{phase}[{cut.path}]"):
+            whole = on_model_shards(layout, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), shard, cut.model)
     return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
 
 
@@ -59,19 +63,20 @@ def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
     dim = cut.dim
     assert dim is not None
     grad = pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :]))
-    if axes := wide(layout, layout.data_axes):
-        grad = on_model_shards(
-            layout, lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True), grad, cut.model
-        )
-    if axes := wide(layout, layout.replica_axes):
-        grad = on_model_shards(layout, lambda x: lax.psum(x, axes), grad, cut.model)
-    return grad
+    over, replicas = wide(layout, layout.data_axes), wide(layout, layout.replica_axes)
+
+    def collective(x):
+        x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True) if over else x
+        return lax.psum(x, replicas) if replicas else x
+
+    with jax.named_scope(f"jzero.scatter[{cut.path}]"):
+        return on_model_shards(layout, collective, grad, cut.model) if over or replicas else grad
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
     """Sums a leaf's whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps."""
     if leaf.cut is None or layout.stage.grads == "replicated":
-        return all_reduce(layout, grad, leaf.model)
+        return all_reduce(layout, grad, leaf)
     return scatter(layout, grad, leaf.cut)
 
 
@@ -91,7 +96,8 @@ def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array
     def whole(leaf, part):
         # The shards are put in place explicitly: a gather along an inner dim gets that copy from the compiler, which
         # is free to keep what it copies from until the very end.
-        parts = jnp.moveaxis(lax.all_gather(part, axes), 0, leaf.dim)
+        with jax.named_scope(f"jzero.gather.update[{leaf.path}]"):
+            parts = jnp.moveaxis(lax.all_gather(part, axes), 0, leaf.dim)
         whole = parts.reshape(*part.shape[: leaf.dim], -1, *part.shape[leaf.dim + 1 :])
         if leaf.stored == leaf.shape:
             return whole

@@ -16,7 +16,7 @@ from rich.table import Table
 from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.memory import leaf_bytes
-from jzero.stream import Gathering
+from jzero.run import Gathering
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
 from jzero.loss import take_apart
 from jzero.model_state import merge, warn_differing
-from jzero.stream import Gathering, reduces_in_backward, stream
+from jzero.run import Gathering
+from jzero.stream import reduces_in_backward, stream
 
 
 def value_and_grad(

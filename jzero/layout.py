@@ -32,6 +32,7 @@ class Layout:
         min_shard_size: Leaves with fewer elements stay whole.
         treedef: Structure of the params.
         leaves: One `Leaf` for each of the params, in tree order.
+        ahead: Whether scanned blocks are gathered one ahead and reduced one behind.
     """
 
     mesh: Mesh
@@ -41,6 +42,7 @@ class Layout:
     min_shard_size: int
     treedef: PyTreeDef
     leaves: tuple[Leaf, ...]
+    ahead: bool = False
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -27,12 +27,14 @@ class Cut:
         length: Its length in the whole array.
         stored: The same with padding: a multiple of the number of shards.
         model: The axes that cut each dim beside them.
+        path: Path of the leaf that it is, or is the gradient of.
     """
 
     dim: int | None
     length: int
     stored: int
     model: Model
+    path: str = ""
 
     @property
     def first(self) -> bool:
@@ -82,7 +84,9 @@ class Leaf:
     @property
     def cut(self) -> Cut | None:
         """How it lies where a stage shards it; None if it stays whole over the data axes."""
-        return None if self.dim is None else Cut(self.dim, self.shape[self.dim], self.stored[self.dim], self.model)
+        if self.dim is None:
+            return None
+        return Cut(self.dim, self.shape[self.dim], self.stored[self.dim], self.model, self.path)
 
     @property
     def model_cut(self) -> Cut | None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from jzero.jaxprs import is_zero
 from jzero.rules import Cut, Leaf, Model
@@ -29,11 +30,15 @@ class Shards:
         leaf: The leaf that it is, or is a part of.
         phase: Where it came into being, "forward" or "backward".
         gathered: Whole arrays, by until when they are kept and by dtype.
+        ahead: Which of these were gathered ahead of a loop's body.
+        log: Where the others were gathered.
     """
 
     def __init__(self, value: jax.Array, cut: Cut, leaf: Leaf, phase: str):
         self.value, self.cut, self.leaf, self.phase = value, cut, leaf, phase
         self.gathered: dict[tuple[str, str], jax.Array] = {}
+        self.ahead: set[tuple[str, str]] = set()
+        self.log: dict[tuple[str, str], Any] = {}
         self._settled: dict[tuple[int, ...], Shards | None] = {}
 
     def settled(self, shapes: list[Any]) -> "Shards | None":
@@ -125,6 +130,33 @@ class Reduced:
         cut = moved(eqn, self.cut)
         assert cut is not None
         return Reduced(on_shard(eqn, self.value, self.cut.dim, *others), cut)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A whole local gradient that is to be reduced later.
+
+    Attributes:
+        value: The gradient.
+        cut: How it will be cut.
+        after: Equations, with their other operands, to be done to the shard once it is reduced.
+    """
+
+    value: jax.Array
+    cut: Cut
+    after: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+
+    def can(self, eqn: Any, others: list[Any]) -> bool:
+        """Whether an equation can be put off as well: one of constants, or the sum of two that nothing was done to."""
+        if eqn.primitive.name == "add_any":
+            return not self.after and isinstance(others[0], Pending) and not others[0].after
+        return not any(isinstance(x, Tracer | Reduced) for x in others)
+
+    def through(self, eqn: Any, others: list[Any]) -> "Pending":
+        """The gradient after an operation that can be put off."""
+        if eqn.primitive.name == "add_any":
+            return Pending(lax.add(self.value, others[0].value), self.cut)
+        return Pending(self.value, self.cut, (*self.after, (eqn, tuple(others))))
 
 
 def _floating(*dtypes: Any) -> bool:

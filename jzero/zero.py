@@ -31,6 +31,7 @@ def zero(
     rules: Sequence[tuple[str, P]] = (),
     trainable: Any | Callable[[str, Any], bool] | None = None,
     regather: bool | Sequence[tuple[str, bool]] = True,
+    ahead: bool | None = None,
 ) -> Layout:
     """Decides where params, gradients and optimizer state live, at a ZeRO stage on a mesh.
 
@@ -57,6 +58,10 @@ def zero(
             (True, ZeRO-3 as published) or kept (False: FSDP's `reshard_after_forward=False`), which saves a third of
             the traffic for the memory of whole params. A list of `(path pattern, bool)` decides leaf by leaf, with
             shell patterns on paths; the first that matches counts, and leaves that none matches are gathered again.
+        ahead: Whether, in a scan over blocks, a block is gathered while the one before it computes, and its gradients
+            are reduce-scattered while the next one does (DeepSpeed's prefetch, Megatron-LM's overlap): the same
+            collectives and the same numbers, for the memory of one more gathered block and one block's whole gradients.
+            None: on GPUs only, where collectives run beside matmuls.
 
     Returns:
         The `Layout`.
@@ -129,7 +134,10 @@ def zero(
             strict=True,
         )
     )
-    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves)
+    if not isinstance(ahead, bool | None):
+        raise TypeError(f"zero: ahead={ahead!r}; wanted True, False or None.")
+    early = mesh.devices.flat[0].platform != "cpu" if ahead is None else ahead
+    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early)
 
 
 def _name(path) -> str:

@@ -1,0 +1,126 @@
+"""One run of the streaming pass: what it has gathered and reduced, and where it stands."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+
+from jzero.collectives import gather, scatter
+from jzero.jaxprs import bind, source_of
+from jzero.layout import Layout
+from jzero.rules import Cut
+from jzero.views import Pending, Reduced, Shards, View
+
+FORWARD, BACKWARD, KEPT = "forward", "backward", "kept"
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """One place where a leaf is gathered.
+
+    Attributes:
+        path: Path of the leaf.
+        where: Function and line of the use, as the user wrote it.
+        phase: "forward" or "backward".
+        dtype: Dtype on the wire.
+        bytes: Bytes of the gathered array, or of each model shard of it, without padding.
+        times: How often it runs in one microbatch.
+        early: The primitive that the gather could not be moved into or behind; empty at a first real use.
+    """
+
+    path: str
+    where: str
+    phase: str
+    dtype: str
+    bytes: int
+    times: int
+    early: str
+
+    def __str__(self) -> str:
+        """One line, as in "forward: 3 x 1,024 bytes of bfloat16 in block (model.py:31)"."""
+        early = f", early because of {self.early}" if self.early else ""
+        return f"{self.phase}: {self.times} x {self.bytes:,} bytes of {self.dtype} in {self.where}{early}"
+
+
+@dataclass
+class Run:
+    """One evaluation of the pass.
+
+    Attributes:
+        layout: The stage, and the placement of each leaf.
+        gatherings: Where it has gathered.
+        times: How often the loops around this point run.
+        phase: FORWARD, or BACKWARD once the loss is there.
+        loss: The loss, once it is there.
+        lazy: Whether gradients are to be reduced later, outside of the body of the loop that this is.
+    """
+
+    layout: Layout
+    gatherings: list[Gathering] = field(default_factory=list)
+    times: int = 1
+    phase: str = FORWARD
+    loss: Any = None
+    lazy: bool = False
+
+    def reduced(self, x: Any, want: Cut | None) -> Any:
+        """What is wanted of a gradient: reduced here, if it was not before, and is to be now."""
+        if want is None or want.dim is None or isinstance(x, Reduced | Pending):
+            return x
+        x = self.whole(x, None)
+        return Pending(x, want) if self.lazy else Reduced(scatter(self.layout, x, want), want)
+
+    def due(self, x: Pending) -> Reduced:
+        """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
+        reduced = Reduced(scatter(self.layout, x.value, x.cut), x.cut)
+        for eqn, others in x.after:
+            reduced = reduced.through(eqn, list(others))
+        return reduced
+
+    def until(self, shards: Shards) -> str:
+        """Until when a gathered leaf is kept: to the end of the phase, or of both."""
+        return self.phase if shards.leaf.regather else KEPT
+
+    def holds(self, x: View) -> bool:
+        """Whether the view has been gathered, and that is still kept."""
+        return any(key[0] == self.until(x.shards) for key in x.shards.gathered)
+
+    def whole(self, x: Any, eqn: Any, early: str = "") -> Any:
+        """The whole array behind a view: gathered at its first use in this phase. Other values come back as is."""
+        if not isinstance(x, View):
+            return x
+        held, time = x.shards.gathered, self.until(x.shards)
+        key, widest = (time, str(x.dtype)), (time, str(x.shards.value.dtype))
+        if key not in held:
+            held[key] = held[widest].astype(x.dtype) if widest in held else self._gather(x, eqn, early)
+        value = held[key]
+        for later in x.after:
+            (value,) = bind(later, [value])
+        return value
+
+    def early(self, x: Any, eqn: Any, early: str = "") -> Any:
+        """Gathers before the use. What is cut over model axes is still followed to there."""
+        if not isinstance(x, View) or x.shards.cut.dim is None:
+            return x
+        whole, model = self.whole(x, eqn, early), x.model
+        if model is None:
+            return whole
+        return View(Shards(whole, Cut(None, 0, 0, model), x.shards.leaf, self.phase), whole.dtype)
+
+    def _gather(self, x: View, eqn: Any, early: str) -> jax.Array:
+        shards, value = x.shards, x.shards.value.astype(x.dtype)
+        if shards.cut.dim is None:
+            return value
+        if self.phase == BACKWARD and shards.phase == FORWARD:
+            value = self.after_loss(value)
+        whole = gather(self.layout, value, shards.cut, self.phase)
+        model_shards = self.layout.size([axis for axes in shards.cut.model for axis in axes])
+        size = whole.size * whole.dtype.itemsize // model_shards
+        found = Gathering(shards.leaf.path, source_of(eqn), self.phase, str(x.dtype), size, self.times, early)
+        self.gatherings.append(found)
+        shards.log[self.until(shards), str(x.dtype)] = found
+        return whole
+
+    def after_loss(self, value: jax.Array) -> jax.Array:
+        """A shard for a gather of the backward pass: not before the loss is there, nor one with that of the forward."""
+        return lax.optimization_barrier((value, self.loss))[0]
