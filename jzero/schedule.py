@@ -225,7 +225,7 @@ def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout:
     own = [scope for scope in scopes if scope != ("", "")]
     purpose = own[0][0] if own and len({purpose for purpose, _ in own}) == 1 else ""
     if len(arrays) == 1 and own:
-        return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own)),)
+        return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own if leaf)),)
     return tuple(Piece(*array, purpose, _by_shape(array[1], layout)) for array in arrays)
 
 

@@ -14,6 +14,7 @@ class Config:
         mesh: Size of each mesh axis by name, in order; one named replica repeats what data cuts, one named model
             cuts heads and the MLP (tensor parallelism).
         device_memory: GiB of memory of each GPU; None: the real thing's.
+        ahead: Whether blocks are gathered one ahead, as for `zero`; None: as it sees fit.
         options: XLA's compiler options.
         what: The gradient alone, or the training step with AdamW.
         model: Which model.
@@ -30,6 +31,7 @@ class Config:
     target: str = "h200x8"
     mesh: tuple[tuple[str, int], ...] = (("data", -1),)
     device_memory: float | None = None
+    ahead: bool | None = None
     options: tuple[tuple[str, bool | str], ...] = ()
     what: Literal["value_and_grad", "step"] = "value_and_grad"
     model: Literal["gpt"] = "gpt"
