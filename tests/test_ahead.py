@@ -1,0 +1,167 @@
+"""Blocks gathered ahead and reduced behind: the same numbers, the same collectives, and nothing waits for a block."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jzero
+from jzero.jaxprs import inner_jaxpr
+from tests import models
+from tests.models import D, F, L
+from tests.test_stream import MESHES, check, layout_of
+
+SCANNED = [
+    "gpt",
+    "nested",
+    "padded",
+    "remat",
+    "remat_saving_all",
+    "remat_saving_dots",
+    "scan",
+    "scanned_first",
+    "mapped",
+]
+CASES = [
+    (name, MESHES[(0, 1, 3, 4, 5)[i % 5]], 3 - i % 2 if i != 3 else 3, 1 + i % 2, i % 3 != 2)
+    for i, name in enumerate(SCANNED)
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "stage", "microbatches", "regather"), CASES)
+def test_gradients_are_those_of_one_device(x64, name, axes, stage, microbatches, regather):
+    check(name, axes, stage, microbatches, regather=regather, ahead=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(models.BODIES))
+@pytest.mark.parametrize("axes", [MESHES[0], MESHES[1], MESHES[4]])
+def test_gradients_are_those_of_one_device_everywhere(x64, name, axes):
+    for stage, microbatches, regather in ((1, 1, True), (2, 2, True), (3, 1, True), (3, 2, False)):
+        check(name, axes, stage, microbatches, regather=regather, ahead=True)
+
+
+def programs(loss_fn, axes, stage, params=None, **options):
+    """The layouts and gradient programs without and with `ahead`."""
+    for ahead in (False, True):
+        params = models.init_params(jax.random.key(0)) if params is None else params
+        layout = layout_of(params, axes, stage, ahead=ahead, **options)
+        abstract = [leaf.placed(layout.stage.params) for leaf in layout.leaves]
+        yield layout, jax.jit(jzero.value_and_grad(loss_fn, layout)), layout.treedef.unflatten(abstract)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["gpt", "nested", "remat", "scan"])
+def test_the_collectives_are_the_same(name, stage):
+    rows, explained = [], []
+    for layout, program, params in programs(models.loss(name), {"replica": 2, "data": 2, "model": 2}, stage):
+        counts = collections.Counter()
+        for row in jzero.audit.collectives(program.lower(params, models.batch()), layout.mesh):
+            assert row.exact
+            counts[row.kind, row.dtype, tuple(n for n in row.shape if n > 1), row.axes] += row.count
+        rows.append(counts)
+        explained.append([str(row.gathers) for row in jzero.explain(layout, models.loss(name), models.batch())])
+    assert rows[0] == rows[1]
+    assert explained[0] == explained[1]
+
+
+def loops_with(jaxpr, name, found=()):
+    """The scans whose bodies do this themselves, and not in a loop inside."""
+    for eqn in jaxpr.eqns:
+        if not {"jaxpr", "call_jaxpr"} & set(eqn.params):
+            continue
+        inner, _ = inner_jaxpr(eqn)
+        if eqn.primitive.name == "scan" and any(name in primitives(e) for e in inner.eqns):
+            found = (*found, eqn)
+        else:
+            found = loops_with(inner, name, found)
+    return found
+
+
+def primitives(eqn):
+    """The names of an equation and of those within it, but for loops."""
+    if eqn.primitive.name == "scan":
+        return set()
+    inner = [value for value in eqn.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
+    return {eqn.primitive.name}.union(*(primitives(e) for j in inner for e in getattr(j, "jaxpr", j).eqns))
+
+
+def waits(loop, late, early):
+    """Whether, within one pass of the loop's body, something by the name `late` needs the result of one by `early`."""
+    body, _ = inner_jaxpr(loop)
+    after = set()
+    for eqn in body.eqns:
+        needs = any(v in after for v in eqn.invars if not hasattr(v, "val"))
+        if (needs and late in primitives(eqn)) or {late, early} <= primitives(eqn):
+            return True
+        if needs or early in primitives(eqn):
+            after.update(eqn.outvars)
+    return False
+
+
+@pytest.mark.parametrize("name", ["remat", "scan", "gpt"])
+def test_no_block_waits_for_its_gathers_and_no_scatter_for_the_block(name):
+    """On the traced program: what a scheduler is free to do, on any hardware."""
+    for layout, program, params in programs(models.loss(name), {"data": 8}, 3):
+        jaxpr = jax.make_jaxpr(program)(params, models.batch()).jaxpr
+        gathering, scattering = loops_with(jaxpr, "all_gather"), loops_with(jaxpr, "reduce_scatter")
+        assert len(gathering) == 2  # forward and backward
+        assert len(scattering) == 1
+        waiting = [waits(loop, "dot_general", "all_gather") for loop in gathering]
+        assert waiting == [not layout.ahead] * 2
+        assert waits(scattering[0], "reduce_scatter", "dot_general") is not layout.ahead
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_of_any_length_and_both_directions(x64, length, reverse):
+    """With other scanned inputs and outputs beside the leaves."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(length, 16, 16))), "b": jnp.asarray(rng.normal(size=(length, 16)))}
+    batch = rng.normal(size=(16, 16))
+
+    def loss_fn(params, x):
+        @jax.checkpoint
+        def body(x, each):
+            w, scale = each
+            y = jnp.tanh(x @ w["w"].T + w["b"]) * scale
+            return x + y, (y.sum(), w["b"] * 2)
+
+        x, (sums, doubled) = lax.scan(body, x, (params, jnp.arange(1.0, 1 + length)), reverse=reverse)
+        return jnp.mean(x**2) + sums.sum() * 1e-2 + jnp.sum(jnp.arange(length)[:, None] * doubled) * 1e-2
+
+    _, expected = jax.value_and_grad(loss_fn)(params, batch)
+    for layout, program, _ in programs(loss_fn, {"data": 8}, 3, params, min_shard_size=0):
+        # At one layer the mean of the batch is what makes a device's own part a part of the whole.
+        _, grads = program(jax.device_put(layout.stored(params), layout.param_shardings), batch)
+        wanted = jax.value_and_grad(lambda p: sum(loss_fn(p, part) for part in np.split(batch, 8)) / 8)(params)[1]
+        error = max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (grads, wanted)), strict=True))
+        assert error <= 1e-12 * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+
+
+def test_a_gradient_that_is_summed_in_the_body_and_cast_after_is_reduced_once_and_narrow():
+    """A fused weight used twice in bfloat16: what is put off is the sum, before the cast."""
+
+    def loss_fn(params, batch):
+        def body(x, w):
+            w = w.astype(jnp.bfloat16)
+            return x + jnp.tanh(x @ w) @ w[:, :D].T @ w[:D, :D], None
+
+        x, _ = lax.scan(jax.checkpoint(body), jnp.ones((4, D), jnp.bfloat16) * batch.sum(), params)
+        return jnp.mean(x.astype(jnp.float32))
+
+    for layout, program, params in programs(loss_fn, {"data": 8}, 3, jnp.ones((L, D, D))):
+        rows = jzero.audit.collectives(program.lower(params, np.ones((8, 2), np.float32)), layout.mesh)
+        scatters = [(row.dtype, row.count) for row in rows if row.kind == "reduce-scatter"]
+        assert scatters == [("bfloat16", L)]
+
+
+def test_it_is_off_on_cpu_unless_asked_for():
+    params = {"w": jax.ShapeDtypeStruct((L, D, F), "float32")}
+    assert layout_of(params, {"data": 8}, 3).ahead is False
+    assert layout_of(params, {"data": 8}, 3, ahead=True).ahead is True
+    with pytest.raises(TypeError, match="ahead='yes'; wanted True, False or None"):
+        layout_of(params, {"data": 8}, 3, ahead="yes")
