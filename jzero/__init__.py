@@ -7,6 +7,7 @@ from jzero.layout import Layout
 from jzero.loss import Weighted
 from jzero.mark import gather, hint
 from jzero.mesh import make_mesh
+from jzero.options import compiler_options
 from jzero.partition import combine, partition
 from jzero.stage import STAGES, Stage
 from jzero.state import TrainState, init
@@ -24,6 +25,7 @@ __all__ = [
     "apply_gradients",
     "audit",
     "combine",
+    "compiler_options",
     "explain",
     "gather",
     "hint",

@@ -39,8 +39,9 @@ def hint(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     adds what this takes: an all-gather of the activation in front of a weight that is cut by columns, a reduce-scatter
     behind one that is cut by rows, and a sum over the model axes for the gradients of norms and biases between.
 
-    Where no mesh is in sight, or none of its automatic axes is named, it is the identity, so that the model also runs
-    alone and on a mesh without the axis.
+    Outside of `value_and_grad`, and on a mesh that has none of the axes named, it is the identity, so that the model
+    also runs alone and on other meshes. A spec that names nothing asks for an activation that is whole over the model
+    axes.
 
     Args:
         x: What the loss computes, from this device's part of the batch.
@@ -51,28 +52,34 @@ def hint(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
     Raises:
         ValueError: The spec names a data axis or more dims than `x` has, or a dim does not divide.
+        TypeError: The spec is no PartitionSpec, or leaves a dim unconstrained.
 
     Example:
         >>> hint(jnp.ones((2, 8)), jax.sharding.PartitionSpec(None, "model")).shape
         (2, 8)
     """
+    if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise TypeError(f"hint: spec={spec!r}; wanted a PartitionSpec of axis names and None.")
     if len(spec) > x.ndim:
         raise ValueError(f"hint: {spec} names {len(spec)} dims, but the array has shape {x.shape}.")
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    entries: list[tuple[str, ...]] = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    for dim, axes in enumerate(entries):
+    named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    cut: list[tuple[str, ...]] = []
+    for dim, axes in enumerate(named):
         if manual := [axis for axis in axes if kinds.get(axis) == AxisType.Manual]:
             raise ValueError(
                 f"hint: {spec} names {manual[0]!r}, but here each device has its own part of the batch over that axis "
                 f"already. Name model axes only."
             )
-        entries[dim] = tuple(axis for axis in axes if axis in kinds)
-        parts = math.prod(mesh.shape[axis] for axis in entries[dim])
+        cut.append(tuple(axis for axis in axes if kinds.get(axis) == AxisType.Auto))
+        parts = math.prod(mesh.shape[axis] for axis in cut[dim])
         if x.shape[dim] % parts:
             raise ValueError(
-                f"hint: dim {dim} of {x.shape} does not divide by {parts}, the size of {', '.join(entries[dim])}, as "
+                f"hint: dim {dim} of {x.shape} does not divide by {parts}, the size of {', '.join(cut[dim])}, as "
                 f"{spec} wants."
             )
-    automatic = AxisType.Auto in kinds.values()
-    return lax.with_sharding_constraint(x, PartitionSpec(*entries)) if automatic else x
+    # Under jit without a data shard of one's own the batch must not be made whole: that is not what a hint asks for.
+    inside = AxisType.Manual in kinds.values() and AxisType.Auto in kinds.values()
+    asked = any(cut) or not any(named)
+    return lax.with_sharding_constraint(x, PartitionSpec(*cut)) if inside and asked else x

@@ -75,7 +75,10 @@ def plan(jaxpr: Any, wants: Sequence[Cut | None]) -> dict[Any, Cut]:
                 for part in eqn.invars:
                     follow(part, cut)
                 return
-            atom, cut = eqn.invars[0], pushed_back(eqn, cut)
+            cut = pushed_back(eqn, cut)
+            if cut is None:
+                return
+            atom = eqn.invars[0]
 
     for atom, cut in zip(jaxpr.outvars, wants, strict=True):
         if cut is not None:

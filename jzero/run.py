@@ -53,7 +53,10 @@ class Run:
         times: How often the loops around this point run.
         phase: FORWARD, or BACKWARD once the loss is there.
         loss: The loss, once it is there.
-        lazy: Whether gradients are to be reduced later, outside of the body of the loop that this is.
+        inside: Whether this is the body of a loop.
+        lazy: Whether gradients are to be reduced later, outside of that body.
+        beside: What the leaf that is gathered next is used with.
+        used: What was gathered outside of loops, in order: its bytes, and what it was used with.
     """
 
     layout: Layout
@@ -61,7 +64,10 @@ class Run:
     times: int = 1
     phase: str = FORWARD
     loss: Any = None
+    inside: bool = False
     lazy: bool = False
+    beside: Any = None
+    used: list[tuple[int, Any]] = field(default_factory=list)
 
     def reduced(self, x: Any, want: Cut | None) -> Any:
         """What is wanted of a gradient: reduced here, if it was not before, and is to be now."""
@@ -111,15 +117,30 @@ class Run:
         shards, value = x.shards, x.shards.value.astype(x.dtype)
         if shards.cut.dim is None:
             return value
-        if self.phase == BACKWARD and shards.phase == FORWARD:
-            value = self.after_loss(value)
+        value = self._not_before(value, shards)
         whole = gather(self.layout, value, shards.cut, self.phase)
         model_shards = self.layout.size([axis for axes in shards.cut.model for axis in axes])
         size = whole.size * whole.dtype.itemsize // model_shards
+        if self.layout.ahead and not self.inside:
+            self.used.append((size, self.beside))
         found = Gathering(shards.leaf.path, source_of(eqn), self.phase, str(x.dtype), size, self.times, early)
         self.gatherings.append(found)
         shards.log[self.until(shards), str(x.dtype)] = found
         return whole
+
+    def _not_before(self, value: jax.Array, shards: Shards) -> jax.Array:
+        """A shard that cannot be gathered before its time.
+
+        Gathering ahead, that is when the leaf is used that is as many bytes away as the largest has: blocks that are
+        written out are so gathered one ahead, and no earlier. Otherwise it is the beginning of this phase.
+        """
+        if self.layout.ahead and not self.inside:
+            free = max([value.size * value.dtype.itemsize * self.layout.shards, *(size for size, _ in self.used)])
+            for size, beside in reversed(self.used):
+                free -= size
+                if free < 0 and beside is not None:
+                    return lax.optimization_barrier((value, beside))[0]
+        return self.after_loss(value) if self.phase == BACKWARD and shards.phase == FORWARD else value
 
     def after_loss(self, value: jax.Array) -> jax.Array:
         """A shard for a gather of the backward pass: not before the loss is there, nor one with that of the forward."""

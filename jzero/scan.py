@@ -70,14 +70,14 @@ class Body:
             if wholes or fetched:
                 x.shards.gathered.update(wholes | fetched)
                 x.shards.ahead = set(fetched)
-        outer = run.times, run.lazy
-        run.times, run.lazy = run.times * times, lazy
+        outer = run.times, run.lazy, run.inside
+        run.times, run.lazy, run.inside = run.times * times, lazy, True
         own = [x.on(x.shards.value, run.phase) if isinstance(x, View) else x for x in self.consts]
         first = [None] * len(self.carry)
         outs = self.evaluate(run, self.jaxpr, self.closed, [*own, *carry, *inner], first + self.inside)
         carry = [run.whole(x, self.eqn) for x in outs[: len(first)]]
         ys = [self._stackable(y) for y in outs[len(first) :]]
-        run.times, run.lazy = outer
+        run.times, run.lazy, run.inside = outer
         self.ends = [(y, self._source(y)) for y in ys]
         new = [
             {key: whole for key, whole in _kept(x).items() if key not in held}

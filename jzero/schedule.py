@@ -124,10 +124,10 @@ def windows(
         ValueError: The program is not scheduled, or runs on another mesh.
 
     Example:
-        >>> mesh = target_mesh("h200x8", data=8)
-        >>> layout = jzero.zero(params, stage=3, mesh=mesh)
-        >>> compiled = jax.jit(jzero.value_and_grad(loss_fn, layout)).lower(params, batch).compile()
-        >>> for window in windows(compiled, layout=layout):
+        >>> mesh = target_mesh("h200x8", data=8)  # doctest: +SKIP
+        >>> layout = jzero.zero(params, stage=3, mesh=mesh)  # doctest: +SKIP
+        >>> compiled = jax.jit(jzero.value_and_grad(loss_fn, layout)).lower(params, batch).compile()  # doctest: +SKIP
+        >>> for window in windows(compiled, layout=layout):  # doctest: +SKIP
         ...     print(window.loop, window.kind, window.purpose, [p.leaf for p in window.pieces], window.matmuls)
         (1,) all-gather forward ['blocks/norm1', 'blocks/qkv'] 0
         (1,) all-gather forward ['blocks/up'] 2

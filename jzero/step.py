@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -16,6 +16,7 @@ from jzero.check import check_batch
 from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.model_state import warn_differing
+from jzero.options import compiler_options as options_for
 from jzero.state import TrainState, check_state, state_shardings
 from jzero.update import apply_gradients
 
@@ -73,6 +74,7 @@ def train_step(
     with_key: bool = False,
     with_model_state: bool = False,
     wait: bool | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Makes the training step: `value_and_grad`, clipping, `apply_gradients`, jitted, donating the state.
 
@@ -92,6 +94,7 @@ def train_step(
             `init(..., model_state=)`.
         wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run ahead can
             time out in a collective.
+        compiler_options: XLA's options for the step. None: `jzero.compiler_options(layout)`; {}: XLA's defaults.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, a `TrainStep`. `metrics` holds scalars, whole on every device: `loss`;
@@ -144,6 +147,7 @@ def train_step(
         donate_argnums=0,
         in_shardings=(shardings, layout.sharding(layout.batch_spec)),
         out_shardings=(shardings, layout.sharding(P()), layout.sharding(P())),
+        compiler_options=dict(options_for(layout) if compiler_options is None else compiler_options) or None,
     )
 
     return TrainStep(

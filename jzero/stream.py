@@ -128,6 +128,7 @@ def _equation(run, eqn, ins, wants):
                 run.whole(first, eqn)
             return ins
     early = name if name in SLICES or has_jaxpr(eqn) else ""
+    run.beside = next((x for x in ins if isinstance(x, jax.Array) and x.ndim), None)
     wholes = [run.whole(x, eqn, early) for x in ins]
     outs = _tensor_parallel(run, eqn, ins, wholes, wants) or bind(eqn, wholes)
     return [run.reduced(x, want) for x, want in zip(outs, wants, strict=True)]
@@ -155,9 +156,13 @@ def _remat(run, eqn, ins, wants):
     prevent_cse = eqn.params["prevent_cse"]  # in jax 0.12 perhaps one for each argument
     if eqn.params["differentiated"] and (any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse):
         # What the lowering of remat does as well: without it XLA would find the forward pass in the recomputation.
-        plain = lax.optimization_barrier([x.shards.value if isinstance(x, View) else x for x in ins])
+        # Gathering ahead, leaves do not wait here for what else the block needs; `Run` says what they wait for.
+        free = run.layout.ahead and not run.inside
+        plain = [(None if free else x.shards.value) if isinstance(x, View) else x for x in ins]
+        plain = lax.optimization_barrier(plain)
         ins = [
-            _again(x, value, run.phase) if isinstance(x, View) else value for x, value in zip(ins, plain, strict=True)
+            x if value is None else _again(x, value, run.phase) if isinstance(x, View) else value
+            for x, value in zip(ins, plain, strict=True)
         ]
     return evaluate(run, *inner_jaxpr(eqn), ins, wants)
 

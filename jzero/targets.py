@@ -88,9 +88,10 @@ def target_mesh(target: str, *, device_memory: int | None = None, **axes: int) -
         RuntimeError: jax cannot compile for GPUs here: its pjrt package is missing, or it was told to start the GPUs.
 
     Example:
-        >>> mesh = target_mesh("h200x2x8", replica=2, data=8)
-        >>> layout = jzero.zero(params, stage=3, mesh=mesh, replica_axes=("replica",))
-        >>> jax.jit(jzero.value_and_grad(loss_fn, layout)).lower(params, batch).compile().memory_analysis()
+        >>> mesh = target_mesh("h200x2x8", replica=2, data=8)  # doctest: +SKIP
+        >>> layout = jzero.zero(params, stage=3, mesh=mesh, replica_axes=("replica",))  # doctest: +SKIP
+        >>> program = jax.jit(jzero.value_and_grad(loss_fn, layout))  # doctest: +SKIP
+        >>> program.lower(params, batch).compile().memory_analysis()  # doctest: +SKIP
     """
     gpu, hosts, count = _parse(target)
     if device_memory is not None and device_memory < 1:

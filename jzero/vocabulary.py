@@ -21,21 +21,30 @@ from jzero.rules import Model
 def looked_up(layout: Layout, eqn: Any, table: jax.Array, indices: jax.Array, model: Model) -> jax.Array | None:
     """The result of a `gather` equation, whole on all model shards; None if it is no lookup along the cut dim."""
     params, dims = eqn.params, eqn.params["dimension_numbers"]
-    dim = _cut_dim(model)
-    if dim is None or dims.start_index_map != (dim,) or dims.collapsed_slice_dims != (dim,):
+    if len(dims.start_index_map) != 1 or dims.collapsed_slice_dims != dims.start_index_map:
         return None
+    (dim,) = dims.start_index_map
     if dims.operand_batching_dims or not jnp.issubdtype(table.dtype, jnp.inexact):
         return None
     last = table.shape[dim] - 1
-    if params["mode"] == GatherScatterMode.CLIP:
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # the vocabulary may not fit an int8
+    sizes = params["slice_sizes"]
+    if any(axes and at != dim and sizes[at] != table.shape[at] for at, axes in enumerate(model)):
+        return None
+    if params["mode"] != GatherScatterMode.FILL_OR_DROP:
         indices = jnp.clip(indices, 0, last)
 
     def local(part, indices):
-        own = indices - lax.axis_index(model[dim]) * part.shape[dim]
+        own = indices - lax.axis_index(model[dim]) * part.shape[dim] if model[dim] else indices
         drop = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
-        return lax.psum(lax.gather(part, own, dims, params["slice_sizes"], **drop), model[dim])
+        own_sizes = tuple(1 if at == dim else min(size, part.shape[at]) for at, size in enumerate(sizes))
+        found = lax.gather(part, own, dims, own_sizes, **drop)
+        return lax.psum(found, model[dim]) if model[dim] else found
 
-    found = _on_model_shards(layout, local, (spec_of(model), P()), P())(table, indices)
+    out: list[tuple[str, ...]] = [()] * eqn.outvars[0].aval.ndim
+    for at, axes in zip(dims.offset_dims, [axes for at, axes in enumerate(model) if at != dim], strict=True):
+        out[at] = axes
+    found = _on_model_shards(layout, local, (spec_of(model), P()), spec_of(out))(table, indices)
     if params["mode"] == GatherScatterMode.FILL_OR_DROP:
         there = ((indices >= 0) & (indices <= last))[..., 0]
         rows = [at for at in range(found.ndim) if at not in dims.offset_dims]
@@ -47,25 +56,32 @@ def looked_up(layout: Layout, eqn: Any, table: jax.Array, indices: jax.Array, mo
 def added_up(layout: Layout, eqn: Any, ins: list[jax.Array], model: Model) -> jax.Array | None:
     """The result of a `scatter-add` equation, cut along the vocabulary; None if it adds no rows along that dim."""
     params, dims = eqn.params, eqn.params["dimension_numbers"]
-    dim = _cut_dim(model)
-    if dim is None or dims.scatter_dims_to_operand_dims != (dim,) or dims.inserted_window_dims != (dim,):
+    if dims.operand_batching_dims:
         return None
-    if dims.operand_batching_dims or params["mode"] == GatherScatterMode.CLIP:
+    if len(dims.scatter_dims_to_operand_dims) != 1 or dims.inserted_window_dims != dims.scatter_dims_to_operand_dims:
         return None
+    (dim,) = dims.scatter_dims_to_operand_dims
+    beside = [at for at in range(len(model)) if at != dim]
+    shape, updates = ins[0].shape, list[tuple[str, ...]]([()] * ins[2].ndim)
+    for at, to in zip(beside, dims.update_window_dims, strict=True):
+        if model[at] and ins[2].shape[to] != shape[at]:
+            return None
+        updates[to] = model[at]
+
+    operand, indices, values = ins
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    if params["mode"] == GatherScatterMode.CLIP:  # unlike a lookup, it drops what is out of bounds otherwise
+        indices = jnp.clip(indices, 0, shape[dim] - 1)
 
     def local(part, indices, updates):
-        own = indices - lax.axis_index(model[dim]) * part.shape[dim]
+        own = indices - lax.axis_index(model[dim]) * part.shape[dim] if model[dim] else indices
         # Not a negative index, which would count from the end.
         own = jnp.where(own < 0, part.shape[dim], own)
         return lax.scatter_add(part, own, updates, dims, mode=GatherScatterMode.FILL_OR_DROP)
 
-    return _on_model_shards(layout, local, (spec_of(model), P(), P()), spec_of(model))(*ins)
-
-
-def _cut_dim(model: Model) -> int | None:
-    """The only dim that is cut; None if there are several."""
-    cut = [dim for dim, axes in enumerate(model) if axes]
-    return cut[0] if len(cut) == 1 else None
+    return _on_model_shards(layout, local, (spec_of(model), P(), spec_of(updates)), spec_of(model))(
+        operand, indices, values
+    )
 
 
 def _on_model_shards(layout, f, in_specs, out_specs):

@@ -157,10 +157,12 @@ def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]:
     """For each leaf the axes that its rule gives to each of its dims."""
     if not isinstance(rules, list | tuple) or not all(
-        isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], P)
+        isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and _is_spec(rule[1])
         for rule in rules
     ):
-        raise TypeError(f"zero: rules={rules!r}; wanted a list of (path pattern, PartitionSpec).")
+        raise TypeError(
+            f"zero: rules={rules!r}; wanted a list of (path pattern, PartitionSpec of axis names and None)."
+        )
     _check_matches("rules", [pattern for pattern, _ in rules], named)
     model = []
     for path, leaf in named:
@@ -198,6 +200,10 @@ def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]
         wide = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in axes]
         model.append((*wide, *[()] * (len(shape) - len(axes))))
     return model
+
+
+def _is_spec(spec) -> bool:
+    return isinstance(spec, P) and P.UNCONSTRAINED not in tuple(spec)
 
 
 def _check_matches(option, patterns, named):

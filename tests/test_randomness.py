@@ -5,6 +5,7 @@ The reference is a loop on one device over the parts into which the mesh cuts th
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -316,7 +317,7 @@ def test_a_key_or_model_state_that_is_missing(x64):
     layout, tx, batch = make_layout(), optax.sgd(0.1), make_batch()
     state = jzero.init(init_params, tx, layout)
     for name, loss_fn in (("key", dropout_loss), ("model_state", running_loss)):
-        asked = {f"with_{name}": True}
+        asked: Any = {f"with_{name}": True}
         text = rf"{name}=None, but with_{name}=True: pass {name}=, or give it to jzero.init"
         with pytest.raises(ValueError, match=text):
             jzero.value_and_grad(loss_fn, layout, **asked)(state.params, batch)

@@ -24,7 +24,7 @@ EXAMPLES = """\
 examples:
   python -m experiments.schedule --stage 1 --unrolled --what step
   python -m experiments.schedule --target h200x2x8 --mesh replica=2,data=8
-  python -m experiments.schedule --options xla_gpu_reduce_scatter_combine_threshold_bytes=1 --json"""
+  python -m experiments.schedule --no-ahead --xla-defaults --options xla_gpu_enable_pipelined_all_gather=true --json"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,9 +47,12 @@ def parser() -> argparse.ArgumentParser:
     option("mesh", text, _checked(parse_mesh), metavar="AXES", help=text)
     text = "memory of each GPU, of which XLA's scheduler uses what is spare (default: the GPU's own)"
     option("device_memory", text, float, metavar="GIB", help=text)
-    text = "gather blocks one ahead and reduce them one behind, in a scan (default: as jzero.zero sees fit)"
+    text = "gather blocks one ahead and reduce them one behind (default: as jzero.zero sees fit)"
     parser.add_argument("--ahead", action=argparse.BooleanOptionalAction, default=Config.ahead, help=text)
-    text = "compiler options of XLA"
+    option("bucket_bytes", "bytes of gradients that are reduced together at most", int, metavar="N")
+    text = "leave out the compiler options that jzero.compiler_options gives"
+    parser.add_argument("--xla-defaults", action="store_true", help=text)
+    text = "more compiler options of XLA"
     parser.add_argument(
         "--options",
         type=_checked(parse_option),

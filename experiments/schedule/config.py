@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jzero.options import BUCKET_BYTES
+
 
 @dataclass(frozen=True)
 class Config:
@@ -15,7 +17,9 @@ class Config:
             cuts heads and the MLP (tensor parallelism).
         device_memory: GiB of memory of each GPU; None: the real thing's.
         ahead: Whether blocks are gathered one ahead, as for `zero`; None: as it sees fit.
-        options: XLA's compiler options.
+        bucket_bytes: Bytes of gradients that are reduced together at most, as for `jzero.compiler_options`.
+        xla_defaults: Whether to leave out what `jzero.compiler_options` gives.
+        options: More compiler options of XLA.
         what: The gradient alone, or the training step with AdamW.
         model: Which model.
         layers: Number of blocks.
@@ -32,6 +36,8 @@ class Config:
     mesh: tuple[tuple[str, int], ...] = (("data", -1),)
     device_memory: float | None = None
     ahead: bool | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    xla_defaults: bool = False
     options: tuple[tuple[str, bool | str], ...] = ()
     what: Literal["value_and_grad", "step"] = "value_and_grad"
     model: Literal["gpt"] = "gpt"
@@ -44,9 +50,9 @@ class Config:
     unrolled: bool = False
 
     def __post_init__(self):
-        for name in ("layers", "width", "heads", "context", "batch"):
+        for name in ("layers", "width", "heads", "context", "batch", "bucket_bytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: wanted 1 or more.")
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: wanted 1 or more.")
         if self.width % self.heads:
             raise ValueError(f"--width {self.width}: wanted a multiple of --heads {self.heads}.")
         if self.device_memory is not None and not self.device_memory > 0:

@@ -50,11 +50,14 @@ def compile_program(config: Config) -> Program:
     shape = (layout.batch_shards * config.batch, *model.batch.shape[1:])
     batch = _placed(model.batch.update(shape=shape), layout.batch_spec, layout)
     if config.what == "step":
-        lowered = jzero.train_step(model.loss_fn, tx, layout).lower(state, batch)
+        lowered = jzero.train_step(model.loss_fn, tx, layout, compiler_options={}).lower(state, batch)
     else:
         params = jax.tree.map(lambda x, spec: _placed(x, spec, layout), state.params, layout.param_specs)
         lowered = jax.jit(jzero.value_and_grad(model.loss_fn, layout)).lower(params, batch)
-    compiled = lowered.compile(compiler_options=dict(config.options))
+    ours: dict[str, Any] = (
+        {} if config.xla_defaults else jzero.compiler_options(layout, bucket_bytes=config.bucket_bytes)
+    )
+    compiled = lowered.compile(compiler_options=ours | dict(config.options))
     memory: Any = compiled.memory_analysis()
     return Program(mesh, windows(compiled, layout=layout), memory.temp_size_in_bytes)
 

@@ -1,0 +1,42 @@
+"""What XLA is told about a program's collectives on GPUs."""
+
+from jzero.layout import Layout
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients that are reduced together by default."""
+
+
+def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dict[str, int]:
+    """XLA's options for the step of a layout, as `jax.jit(..., compiler_options=)` takes them; `train_step` uses them.
+
+    On GPUs there are two. Reductions of neighbouring gradients are combined up to `bucket_bytes` (DeepSpeed's
+    `reduce_bucket_size`, Megatron-LM's `ddp-bucket-size`): small leaves ride along with large ones, while XLA's own
+    limit, hundreds of megabytes, joins those of several blocks, which then wait for the last of them in full size. And
+    up to three collectives may be on the way at a time: with one, which is XLA's default, a gather of the next block
+    waits for a reduction of the one before, with hardly a matmul left to run beside it. On CPUs there is none.
+
+    Args:
+        layout: The layout of the params.
+        bucket_bytes: Bytes of whole gradients that are reduced together at most; 1 combines nothing.
+
+    Returns:
+        Options by name, valid in all versions of jax that jzero supports.
+
+    Raises:
+        ValueError: `bucket_bytes` is not positive.
+
+    Example:
+        >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+        >>> compiler_options(layout)  # on CPUs
+        {}
+    """
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"compiler_options: bucket_bytes={bucket_bytes!r}; wanted a number of bytes, 1 or more.")
+    if layout.mesh.devices.flat[0].platform == "cpu":
+        return {}
+    return {
+        "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,
+        # XLA counts the bytes of the shard here.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, bucket_bytes // layout.shards),
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
+    }
