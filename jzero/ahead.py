@@ -42,7 +42,7 @@ def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]]
     # A trial, to see what the body gathers of the leaves that it is scanned over, and which gradients it has reduced.
     before = list(run.gatherings)
     shapes = jax.eval_shape(lambda: body(body.carry, *take((values, body.kept), 0), none, length, lazy=True))
-    fetches = [(k, key) for k, x in enumerate(body.views) if isinstance(x, View) for key in x.shards.log]
+    fetches = [(k, key) for k, x in enumerate(body.views) if isinstance(x, View) for key in sorted(x.shards.gathers)]
     trial, run.gatherings[:] = run.gatherings[len(before) :], before
     late = [k for k, (y, _) in enumerate(body.ends) if isinstance(y, Pending)]
     if (not fetches and not late) or _has_keys(shapes[1:]):
@@ -79,7 +79,7 @@ def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]]
     _, plain_shapes, new_shapes = shapes
     others = stack_of(([None if k in late else y for k, y in enumerate(plain_shapes)], new_shapes))
     if late:
-        ahead = fetch(1, False) if fetches else none
+        ahead = fetch(1, True) if fetches else none
         carry, pending, part = compute(carry, 0, wholes, 1)
         others, wholes = write(others, part, 0), ahead
     reduced = stack_of(jax.eval_shape(reduce, pending))

@@ -1,5 +1,6 @@
 """The collectives that ZeRO promises, leaf by leaf. All but `gather_params` run inside `value_and_grad`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,22 +18,32 @@ def wide(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
 
 
-def on_model_shards(layout: Layout, collective: Callable[..., jax.Array], x: jax.Array, model: Model) -> jax.Array:
-    """Runs a collective of the data axes on each model shard apart.
+def on_model_shards(
+    layout: Layout, f: Callable[..., jax.Array], ins: Sequence[Model], out: Model, *arrays: jax.Array
+) -> jax.Array:
+    """Runs a function on each model shard apart, within `value_and_grad`.
 
-    The model axes are automatic around it, and the partitioner would otherwise gather an array over them first. What
-    arrives in another form, such as a sum that is still in parts on them, is brought into this form first.
+    The model axes are automatic around it, and in front of a collective of the data axes the partitioner would gather
+    an array over them. What arrives in another form, such as a sum that is still in parts on them, is brought into the
+    form wanted first.
+
+    Args:
+        layout: Names the model axes; without any, `f` runs as it is.
+        f: A function of the model shards.
+        ins: How the model axes cut each of the arrays.
+        out: How they cut the result.
+        *arrays: What `f` is given.
     """
     if not layout.model_axes:
-        return collective(x)
+        return f(*arrays)
     return jax.shard_map(
-        collective,
+        f,
         mesh=jax.sharding.get_abstract_mesh(),
-        in_specs=spec_of(model),
-        out_specs=spec_of(model),
+        in_specs=tuple(map(spec_of, ins)),
+        out_specs=spec_of(out),
         axis_names=set(layout.model_axes),
         check_vma=False,
-    )(x)
+    )(*arrays)
 
 
 def all_reduce(layout: Layout, x: jax.Array, leaf: Leaf | None = None) -> jax.Array:
@@ -41,7 +52,8 @@ def all_reduce(layout: Layout, x: jax.Array, leaf: Leaf | None = None) -> jax.Ar
     if not axes:
         return x
     with jax.named_scope(f"jzero.reduce[{leaf.path if leaf else ''}]"):
-        return on_model_shards(layout, lambda x: lax.psum(x, axes), x, leaf.model if leaf else ())
+        model = leaf.model if leaf else ()
+        return on_model_shards(layout, lambda x: lax.psum(x, axes), [model], model, x)
 
 
 def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
@@ -51,7 +63,8 @@ def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
     assert dim is not None
     if axes:
         with jax.named_scope(f"jzero.gather.{phase}[{cut.path}]"):
-            whole = on_model_shards(layout, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), shard, cut.model)
+            collective = functools.partial(lax.all_gather, axis_name=axes, axis=dim, tiled=True)
+            whole = on_model_shards(layout, collective, [cut.model], cut.model, shard)
     return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
 
 
@@ -70,7 +83,7 @@ def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
         return lax.psum(x, replicas) if replicas else x
 
     with jax.named_scope(f"jzero.scatter[{cut.path}]"):
-        return on_model_shards(layout, collective, grad, cut.model) if over or replicas else grad
+        return on_model_shards(layout, collective, [cut.model], cut.model, grad) if over or replicas else grad
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:

@@ -7,6 +7,11 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 
+def platform_of(mesh: Mesh) -> str:
+    """What the mesh's devices are: "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
+
+
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
     """Arranges devices in a mesh with named axes, in the order given.
 

@@ -1,9 +1,10 @@
 """What XLA is told about a program's collectives on GPUs."""
 
 from jzero.layout import Layout
+from jzero.mesh import platform_of
 
 BUCKET_BYTES = 64 * 2**20
-"""Gradients that are reduced together by default."""
+"""Bytes of whole gradients that are reduced together at most, by default."""
 
 
 def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dict[str, int]:
@@ -13,7 +14,7 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
     `reduce_bucket_size`, Megatron-LM's `ddp-bucket-size`): small leaves ride along with large ones, while XLA's own
     limit, hundreds of megabytes, joins those of several blocks, which then wait for the last of them in full size. And
     up to three collectives may be on the way at a time: with one, which is XLA's default, a gather of the next block
-    waits for a reduction of the one before, with hardly a matmul left to run beside it. On CPUs there is none.
+    waits for a reduction of the one before, with hardly a matmul left to run beside it. On other devices there is none.
 
     Args:
         layout: The layout of the params.
@@ -32,7 +33,7 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
     """
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"compiler_options: bucket_bytes={bucket_bytes!r}; wanted a number of bytes, 1 or more.")
-    if layout.mesh.devices.flat[0].platform == "cpu":
+    if platform_of(layout.mesh) != "gpu":
         return {}
     return {
         "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,

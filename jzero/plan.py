@@ -68,17 +68,17 @@ def plan(jaxpr: Any, wants: Sequence[Cut | None]) -> dict[Any, Cut]:
         want.update(chain[: useful + 1])
 
     def follow(atom, cut):
-        while alone(atom) and cut is not None and any(cut.model):
+        todo = [(atom, cut)]
+        while todo:
+            atom, cut = todo.pop()
+            if not alone(atom) or not any(cut.model):
+                continue
             want.setdefault(atom, cut.gathered())
             eqn = maker[atom]
             if eqn.primitive.name == "add_any":
-                for part in eqn.invars:
-                    follow(part, cut)
-                return
-            cut = pushed_back(eqn, cut)
-            if cut is None:
-                return
-            atom = eqn.invars[0]
+                todo.extend((part, cut) for part in eqn.invars)
+            elif (before := pushed_back(eqn, cut)) is not None:
+                todo.append((eqn.invars[0], before))
 
     for atom, cut in zip(jaxpr.outvars, wants, strict=True):
         if cut is not None:

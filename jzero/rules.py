@@ -1,7 +1,7 @@
 """Which dim of a leaf the data axes cut, beside those that rules give to other axes, and how far it is padded."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ MIN_SHARD_SIZE = 4096
 """Leaves with fewer elements stay whole by default: their bytes are few, and each would cost a collective."""
 
 
-Model = tuple[tuple[str, ...], ...]
+Model = Sequence[tuple[str, ...]]
 """For each dim, the axes beside the data axes that cut it: those of tensor parallelism."""
 
 

@@ -55,8 +55,7 @@ class Run:
         loss: The loss, once it is there.
         inside: Whether this is the body of a loop.
         lazy: Whether gradients are to be reduced later, outside of that body.
-        beside: What the leaf that is gathered next is used with.
-        used: What was gathered outside of loops, in order: its bytes, and what it was used with.
+        used: What was gathered outside of loops, in order: its bytes, and an array that it was used with, if any.
     """
 
     layout: Layout
@@ -66,7 +65,6 @@ class Run:
     loss: Any = None
     inside: bool = False
     lazy: bool = False
-    beside: Any = None
     used: list[tuple[int, Any]] = field(default_factory=list)
 
     def reduced(self, x: Any, want: Cut | None) -> Any:
@@ -91,14 +89,26 @@ class Run:
         """Whether the view has been gathered, and that is still kept."""
         return any(key[0] == self.until(x.shards) for key in x.shards.gathered)
 
-    def whole(self, x: Any, eqn: Any, early: str = "") -> Any:
-        """The whole array behind a view: gathered at its first use in this phase. Other values come back as is."""
+    @property
+    def ahead(self) -> bool:
+        """Whether blocks are gathered ahead and reduced behind; on one device there is nothing to wait for."""
+        return self.layout.ahead and self.layout.batch_shards > 1
+
+    def whole(self, x: Any, eqn: Any, early: str = "", beside: Any = None) -> Any:
+        """The whole array behind a view: gathered at its first use in this phase. Other values come back as is.
+
+        Args:
+            x: A value of the pass.
+            eqn: Where it is used.
+            early: What the gather could not be moved into or behind.
+            beside: An array that it is used with, if there is one.
+        """
         if not isinstance(x, View):
             return x
         held, time = x.shards.gathered, self.until(x.shards)
         key, widest = (time, str(x.dtype)), (time, str(x.shards.value.dtype))
         if key not in held:
-            held[key] = held[widest].astype(x.dtype) if widest in held else self._gather(x, eqn, early)
+            held[key] = held[widest].astype(x.dtype) if widest in held else self._gather(x, eqn, early, beside)
         value = held[key]
         for later in x.after:
             (value,) = bind(later, [value])
@@ -113,34 +123,37 @@ class Run:
             return whole
         return View(Shards(whole, Cut(None, 0, 0, model), x.shards.leaf, self.phase), whole.dtype)
 
-    def _gather(self, x: View, eqn: Any, early: str) -> jax.Array:
+    def _gather(self, x: View, eqn: Any, early: str, beside: Any) -> jax.Array:
         shards, value = x.shards, x.shards.value.astype(x.dtype)
         if shards.cut.dim is None:
             return value
-        value = self._not_before(value, shards)
-        whole = gather(self.layout, value, shards.cut, self.phase)
         model_shards = self.layout.size([axis for axes in shards.cut.model for axis in axes])
+        size = value.size * self.layout.shards * value.dtype.itemsize // model_shards
+        value = self._not_before(value, shards, size)
+        whole = gather(self.layout, value, shards.cut, self.phase)
+        if not self.inside:
+            self.used.append((size, beside))
         size = whole.size * whole.dtype.itemsize // model_shards
-        if self.layout.ahead and not self.inside:
-            self.used.append((size, self.beside))
         found = Gathering(shards.leaf.path, source_of(eqn), self.phase, str(x.dtype), size, self.times, early)
         self.gatherings.append(found)
-        shards.log[self.until(shards), str(x.dtype)] = found
+        shards.gathers.add((self.until(shards), str(x.dtype)))
         return whole
 
-    def _not_before(self, value: jax.Array, shards: Shards) -> jax.Array:
+    def _not_before(self, value: jax.Array, shards: Shards, size: int) -> jax.Array:
         """A shard that cannot be gathered before its time.
 
-        Gathering ahead, that is when the leaf is used that is as many bytes away as the largest has: blocks that are
-        written out are so gathered one ahead, and no earlier. Otherwise it is the beginning of this phase.
+        In the backward pass that is when the loss is there. Gathering ahead, it is also when the leaf is used that is
+        as many bytes away as the largest has: blocks that are written out are so gathered one ahead, and no earlier.
         """
-        if self.layout.ahead and not self.inside:
-            free = max([value.size * value.dtype.itemsize * self.layout.shards, *(size for size, _ in self.used)])
+        if self.phase == BACKWARD and shards.phase == FORWARD:
+            value = self.after_loss(value)
+        if self.ahead and not self.inside:
+            free = max([size, *(size for size, _ in self.used)])
             for size, beside in reversed(self.used):
                 free -= size
                 if free < 0 and beside is not None:
                     return lax.optimization_barrier((value, beside))[0]
-        return self.after_loss(value) if self.phase == BACKWARD and shards.phase == FORWARD else value
+        return value
 
     def after_loss(self, value: jax.Array) -> jax.Array:
         """A shard for a gather of the backward pass: not before the loss is there, nor one with that of the forward."""

@@ -123,7 +123,7 @@ def scan(run: Run, eqn: Any, ins: list[Any], wants: list[Cut | None], evaluate: 
     """Evaluates a `scan` equation on arrays and views."""
     body = Body(run, eqn, ins, wants, evaluate)
     values, ends = [plain(x) for x in body.xs], None
-    if run.layout.ahead and body.length > 2 and eqn.params["unroll"] == 1:
+    if run.ahead and body.length > 2 and eqn.params["unroll"] == 1:
         ends = loop_ahead(body, values)
     if ends is None:
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.check import check_tree, warn_shared
 from jzero.layout import Layout
+from jzero.mesh import platform_of
 from jzero.padding import pad, unpad
 from jzero.partition import partition
 from jzero.rules import Leaf
@@ -124,7 +125,7 @@ def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformati
         return jax.tree.map(_strong, TrainState(params, opt_state, jnp.zeros((), jnp.int32), key, model_state))
 
     # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together.
-    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    on_cpu = platform_of(layout.mesh) == "cpu"
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
     return jax.jit(born, out_shardings=state_shardings(tx, layout), compiler_options=options)
 

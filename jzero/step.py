@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jzero.check import check_batch
 from jzero.grad import gradient_program
 from jzero.layout import Layout
+from jzero.mesh import platform_of
 from jzero.model_state import warn_differing
 from jzero.options import compiler_options as options_for
 from jzero.state import TrainState, check_state, state_shardings
@@ -94,7 +95,8 @@ def train_step(
             `init(..., model_state=)`.
         wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run ahead can
             time out in a collective.
-        compiler_options: XLA's options for the step. None: `jzero.compiler_options(layout)`; {}: XLA's defaults.
+        compiler_options: XLA's options for the step. None: `jzero.compiler_options(layout)`; {}: XLA's defaults, which
+            `jitted` needs to be called inside of another `jax.jit`, where JAX takes no options.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, a `TrainStep`. `metrics` holds scalars, whole on every device: `loss`;
@@ -125,7 +127,7 @@ def train_step(
         with_key=with_key,
         with_model_state=with_model_state,
     )
-    waits = layout.mesh.devices.flat[0].platform == "cpu" if wait is None else wait
+    waits = platform_of(layout.mesh) == "cpu" if wait is None else wait
 
     def update(state: TrainState, batch: Any):
         key = jax.random.fold_in(state.key, state.step) if with_key and state.key is not None else None

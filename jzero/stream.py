@@ -113,9 +113,9 @@ def _equation(run, eqn, ins, wants):
     name, first = eqn.primitive.name, ins[0] if ins else None
     if name in RULES and not is_placed_by_hand(eqn) and (any(isinstance(x, View) for x in ins) or any(wants)):
         return RULES[name](run, eqn, ins, wants)
-    if isinstance(first, Pending) and not first.can(eqn, ins[1:]):
-        first, *others = (run.due(x) if isinstance(x, Pending) else x for x in ins)
-        return [first.through(eqn, others)]
+    if any(isinstance(x, Pending) for x in ins) and not (isinstance(first, Pending) and first.can(eqn, ins[1:])):
+        ins = [run.due(x) if isinstance(x, Pending) else x for x in ins]
+        first = ins[0]
     if isinstance(first, Reduced | Pending):
         return [first.through(eqn, ins[1:])]
     if isinstance(first, View):
@@ -128,8 +128,8 @@ def _equation(run, eqn, ins, wants):
                 run.whole(first, eqn)
             return ins
     early = name if name in SLICES or has_jaxpr(eqn) else ""
-    run.beside = next((x for x in ins if isinstance(x, jax.Array) and x.ndim), None)
-    wholes = [run.whole(x, eqn, early) for x in ins]
+    beside = next((x for x in ins if isinstance(x, jax.Array) and x.ndim), None)
+    wholes = [run.whole(x, eqn, early, beside) for x in ins]
     outs = _tensor_parallel(run, eqn, ins, wholes, wants) or bind(eqn, wholes)
     return [run.reduced(x, want) for x, want in zip(outs, wants, strict=True)]
 
@@ -157,8 +157,11 @@ def _remat(run, eqn, ins, wants):
     if eqn.params["differentiated"] and (any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse):
         # What the lowering of remat does as well: without it XLA would find the forward pass in the recomputation.
         # Gathering ahead, leaves do not wait here for what else the block needs; `Run` says what they wait for.
-        free = run.layout.ahead and not run.inside
-        plain = [(None if free else x.shards.value) if isinstance(x, View) else x for x in ins]
+        free = run.ahead and not run.inside
+        plain = [
+            (None if free and x.shards.cut.dim is not None else x.shards.value) if isinstance(x, View) else x
+            for x in ins
+        ]
         plain = lax.optimization_barrier(plain)
         ins = [
             x if value is None else _again(x, value, run.phase) if isinstance(x, View) else value
@@ -172,7 +175,7 @@ def _again(view, value, phase):
     new, old = view.on(value, phase), view.shards
     kept = {key: whole for key, whole in old.gathered.items() if key[0] == KEPT or key in old.ahead}
     new.shards.gathered.update(kept)
-    new.shards.ahead, new.shards.log = old.ahead, old.log
+    new.shards.ahead, new.shards.gathers = old.ahead, old.gathers
     return new
 
 

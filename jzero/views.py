@@ -31,14 +31,14 @@ class Shards:
         phase: Where it came into being, "forward" or "backward".
         gathered: Whole arrays, by until when they are kept and by dtype.
         ahead: Which of these were gathered ahead of a loop's body.
-        log: Where the others were gathered.
+        gathers: Which of these it was gathered for, and not ahead.
     """
 
     def __init__(self, value: jax.Array, cut: Cut, leaf: Leaf, phase: str):
         self.value, self.cut, self.leaf, self.phase = value, cut, leaf, phase
         self.gathered: dict[tuple[str, str], jax.Array] = {}
         self.ahead: set[tuple[str, str]] = set()
-        self.log: dict[tuple[str, str], Any] = {}
+        self.gathers: set[tuple[str, str]] = set()
         self._settled: dict[tuple[int, ...], Shards | None] = {}
 
     def settled(self, shapes: list[Any]) -> "Shards | None":
@@ -126,6 +126,7 @@ class Reduced:
     def through(self, eqn: Any, others: list[Any]) -> "Reduced":
         """The gradient after a linear operation that keeps the shards intact."""
         if eqn.primitive.name == "add_any":
+            assert isinstance(others[0], Reduced)
             return Reduced(lax.add(self.value, others[0].value), self.cut)
         cut = moved(eqn, self.cut)
         assert cut is not None

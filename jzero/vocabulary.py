@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
-from jax.sharding import PartitionSpec as P
 
-from jzero.layout import Layout, spec_of
+from jzero.collectives import on_model_shards
+from jzero.layout import Layout
 from jzero.rules import Model
 
 
@@ -44,7 +44,7 @@ def looked_up(layout: Layout, eqn: Any, table: jax.Array, indices: jax.Array, mo
     out: list[tuple[str, ...]] = [()] * eqn.outvars[0].aval.ndim
     for at, axes in zip(dims.offset_dims, [axes for at, axes in enumerate(model) if at != dim], strict=True):
         out[at] = axes
-    found = _on_model_shards(layout, local, (spec_of(model), P()), spec_of(out))(table, indices)
+    found = on_model_shards(layout, local, [model, ()], out, table, indices)
     if params["mode"] == GatherScatterMode.FILL_OR_DROP:
         there = ((indices >= 0) & (indices <= last))[..., 0]
         rows = [at for at in range(found.ndim) if at not in dims.offset_dims]
@@ -79,11 +79,4 @@ def added_up(layout: Layout, eqn: Any, ins: list[jax.Array], model: Model) -> ja
         own = jnp.where(own < 0, part.shape[dim], own)
         return lax.scatter_add(part, own, updates, dims, mode=GatherScatterMode.FILL_OR_DROP)
 
-    return _on_model_shards(layout, local, (spec_of(model), P(), spec_of(updates)), spec_of(model))(
-        operand, indices, values
-    )
-
-
-def _on_model_shards(layout, f, in_specs, out_specs):
-    mesh, axes = jax.sharding.get_abstract_mesh(), set(layout.model_axes)
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+    return on_model_shards(layout, local, [model, (), updates], model, operand, indices, values)

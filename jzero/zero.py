@@ -16,6 +16,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from jzero.check import check_structure, warn_shared
 from jzero.layout import Layout
+from jzero.mesh import platform_of
 from jzero.rules import MIN_SHARD_SIZE, Model, place
 from jzero.stage import Stage, as_stage
 
@@ -136,7 +137,7 @@ def zero(
     )
     if not isinstance(ahead, bool | None):
         raise TypeError(f"zero: ahead={ahead!r}; wanted True, False or None.")
-    early = mesh.devices.flat[0].platform != "cpu" if ahead is None else ahead
+    early = platform_of(mesh) == "gpu" if ahead is None else ahead
     return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early)
 
 

@@ -115,6 +115,68 @@ def test_no_block_waits_for_its_gathers_and_no_scatter_for_the_block(name):
         assert waits(scattering[0], "reduce_scatter", "dot_general") is not layout.ahead
 
 
+@pytest.mark.parametrize("name", ["gpt_unrolled", "unrolled", "unrolled_remat"])
+def test_blocks_that_are_written_out_are_gathered_one_ahead_and_no_earlier(x64, name):
+    """Each gather but the first ones waits for the use of a leaf before it, and in the backward pass for the loss."""
+    check(name, {"data": 8}, 3, ahead=True)
+    for layout, program, params in programs(models.loss(name), {"data": 8}, 3):
+        (region,) = [e for e in walk(jax.make_jaxpr(program)(params, models.batch()).jaxpr) if "mesh" in e.params]
+        jaxpr, _ = inner_jaxpr(region)
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        waiting = [
+            sum("dot_general" in primitives(e) for e in ancestors(eqn, makers))
+            for eqn in jaxpr.eqns
+            if "all_gather" in primitives(eqn)
+        ]
+        gathers = len(waiting)
+        rows = jzero.explain(layout, models.loss(name), models.batch())
+        assert gathers == sum(gathering.times for row in rows for gathering in row.gathers or ())
+        forward, backward = waiting[: gathers // 2], waiting[-L:]
+        assert min(backward) > max(forward)  # the loss comes after all matmuls of the forward pass
+        assert (len(set(forward)) >= L) is layout.ahead  # one after the other; left alone they wait for nothing
+
+
+def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if {"jaxpr", "call_jaxpr"} & set(eqn.params):
+            yield from walk(inner_jaxpr(eqn)[0])
+
+
+def ancestors(eqn, makers):
+    """The equations that one waits for."""
+    found, todo = {}, [eqn]
+    while todo:
+        for v in todo.pop().invars:
+            maker = None if hasattr(v, "val") else makers.get(v)
+            if maker is not None and id(maker) not in found:
+                found[id(maker)] = maker
+                todo.append(maker)
+    return found.values()
+
+
+def test_the_first_gathers_of_the_backward_pass_wait_for_the_loss():
+    """Also those of leaves outside of the loop, which a forward pass in a loop says nothing about."""
+
+    def loss_fn(params, batch):
+        body = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+        x, _ = lax.scan(body, params["table"][batch["tokens"]], params["nested"][0])
+        return jnp.mean(jax.nn.logsumexp(x @ params["blocks"]["up"][0], -1))
+
+    for layout, program, params in programs(loss_fn, {"data": 8}, 3):
+        text = program.lower(params, models.batch()).as_text()
+        assert text.count("optimization_barrier") >= (3 if layout.ahead else 1)
+        (region,) = [e for e in walk(jax.make_jaxpr(program)(params, models.batch()).jaxpr) if "mesh" in e.params]
+        jaxpr, _ = inner_jaxpr(region)
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        loss = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "log")
+        gathers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "all_gather"]
+        after = [any(maker is loss for maker in ancestors(eqn, makers)) for eqn in gathers]
+        # Forward: table, head, and gathering ahead the first block. Backward: head, and the first two blocks, of which
+        # the second is gathered while the first one computes.
+        assert after == [False] * (3 if layout.ahead else 2) + [True] * (3 if layout.ahead else 1)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_loops_of_any_length_and_both_directions(x64, length, reverse):
@@ -128,18 +190,82 @@ def test_loops_of_any_length_and_both_directions(x64, length, reverse):
         def body(x, each):
             w, scale = each
             y = jnp.tanh(x @ w["w"].T + w["b"]) * scale
-            return x + y, (y.sum(), w["b"] * 2)
+            return x + y, (y.mean(), w["b"] * 2)
 
-        x, (sums, doubled) = lax.scan(body, x, (params, jnp.arange(1.0, 1 + length)), reverse=reverse)
-        return jnp.mean(x**2) + sums.sum() * 1e-2 + jnp.sum(jnp.arange(length)[:, None] * doubled) * 1e-2
+        x, (means, doubled) = lax.scan(body, x, (params, jnp.arange(1.0, 1 + length)), reverse=reverse)
+        return jnp.mean(x**2) + means.sum() * 1e-2 + jnp.sum(jnp.arange(length)[:, None] * doubled) * 1e-2
 
-    _, expected = jax.value_and_grad(loss_fn)(params, batch)
+    texts = []
     for layout, program, _ in programs(loss_fn, {"data": 8}, 3, params, min_shard_size=0):
-        # At one layer the mean of the batch is what makes a device's own part a part of the whole.
-        _, grads = program(jax.device_put(layout.stored(params), layout.param_shardings), batch)
-        wanted = jax.value_and_grad(lambda p: sum(loss_fn(p, part) for part in np.split(batch, 8)) / 8)(params)[1]
-        error = max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (grads, wanted)), strict=True))
-        assert error <= 1e-12 * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+        equal_to_one_device(loss_fn, params, batch, layout)
+        texts.append(program.lower(params, batch).as_text().count("dot_general"))
+    assert (texts[0] < texts[1]) is (length > 2)  # shorter loops have nothing to gain
+
+
+def equal_to_one_device(loss_fn, params, batch, layout):
+    _, grads = jzero.value_and_grad(loss_fn, layout)(jax.device_put(params, layout.param_shardings), batch)
+    wanted = jax.grad(loss_fn)(params, batch)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        assert float(jnp.abs(a - b).max()) <= 1e-12 * largest
+
+
+def inner_loop_then_one(x, w):
+    x, _ = lax.scan(lambda x, u: (jnp.tanh(x @ u), None), x, w[:3])
+    return jnp.tanh(x @ w[3]), None
+
+
+def one_then_inner_loop(x, w):
+    x, _ = lax.scan(lambda x, u: (jnp.tanh(x @ u), None), jnp.tanh(x @ w[0]), w[1:])
+    return x, None
+
+
+@pytest.mark.parametrize("body", [inner_loop_then_one, one_then_inner_loop])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("stage", "devices"), [(2, 8), (3, 8), (3, 1)])
+def test_a_gradient_of_which_a_part_is_reduced_and_a_part_is_not_yet(x64, body, remat, stage, devices):
+    rng = np.random.default_rng(0)
+    params, batch = jnp.asarray(rng.normal(size=(3, 4, 16, 16)) / 4), rng.normal(size=(16, 16))
+
+    def loss_fn(params, batch):
+        return jnp.mean(lax.scan(jax.checkpoint(body) if remat else body, batch, params)[0] ** 2)
+
+    equal_to_one_device(loss_fn, params, batch, layout_of(params, {"data": devices}, stage, ahead=True))
+
+
+def stacked_recurrent(params, batch):
+    x, first = jnp.swapaxes(batch, 0, 1), batch[:, 0] * 0
+    for w in params["layers"]:
+
+        def cell(h, x, w=w):
+            h = jnp.tanh(x @ w + h @ w.T)
+            return h, h
+
+        x = lax.scan(cell, first, x)[1]
+    return jnp.mean(x**2)
+
+
+def marked_heads(params, batch):
+    x, _ = lax.scan(lambda x, _: (jnp.tanh(x @ params["shared"]), None), batch[:, 0], None, length=3)
+    for w in map(jzero.gather, params["layers"]):
+        x = x @ w
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("loss_fn", [stacked_recurrent, marked_heads])
+def test_leaves_gathered_between_loops(x64, loss_fn):
+    """What a gather waits for is never a value of the loop before."""
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(16, 16)) / 4) for _ in range(5)]
+    params = {"layers": weights[1:], "shared": weights[0]}
+    equal_to_one_device(loss_fn, params, rng.normal(size=(8, 5, 16)), layout_of(params, {"data": 8}, 3, ahead=True))
+
+
+def test_one_device_has_nothing_to_wait_for():
+    texts = []
+    for _, program, params in programs(models.loss("remat"), {"data": 1}, 3):
+        texts.append(program.lower(params, models.batch()).as_text())
+    assert texts[0] == texts[1]
 
 
 def test_a_gradient_that_is_summed_in_the_body_and_cast_after_is_reduced_once_and_narrow():

@@ -253,7 +253,7 @@ def test_parse_mesh():
         (["--mesh", "data=x"], "'data=x' is not a name and a size"),
         (["--mesh", "data=0"], "axis 'data' has size 0"),
         (["--mesh", "data=2,data=4"], "axis 'data' is named twice"),
-        (["--mesh", "model=2,data=4"], "no axis 'model' here"),
+        (["--mesh", "tensor=2,data=4"], "no axis 'tensor' here"),
         (["--mesh", "replica=2"], "no data axis"),
         (["--mesh", "replica=-1,data=-1"], "only one axis"),
         (["--mesh", "replica=3,data=-1"], "3 does not divide 8 devices"),

@@ -56,13 +56,14 @@ def test_scanned_blocks_are_gathered_ahead_and_reduced_behind():
     """Every byte in the loops has a matmul beside it, for less than one more gathered block and its gradients."""
     ahead, plain = compiled(Config()), compiled(Config(ahead=False, xla_defaults=True))
     assert share_of(ahead) == (1, 1, 1)
-    assert share_of(plain) < (0.7, 0.8, 1.1)
+    assert share_of(plain)[0] < 0.7
+    assert share_of(plain)[1] < 0.8
     assert ahead.temp_bytes - plain.temp_bytes < 2 * BLOCK
 
 
 def test_written_out_blocks_are_gathered_ahead_too():
     forward, backward, scattered = share_of(compiled(Config(unrolled=True)))
-    assert (forward > 0.95, backward == 1, scattered > 0.9) == (True, True, True)
+    assert (forward > 0.95, backward > 0.95, scattered > 0.9) == (True, True, True)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -84,7 +85,6 @@ def test_memory_of_written_out_blocks_grows_by_activations_and_gradient_shards(s
         few_plain, many_plain = map(temp_bytes_of_plain_jit, configs)
         activations = many_plain - few_plain
     assert many - few <= activations + 12 * weights * (2 + 4) // 8  # shards, reduced in bfloat16 and then cast
-    assert many - few < activations + 12 * weights * 2, "whole gradients would be seen"
 
 
 def temp_bytes_of_plain_jit(config):

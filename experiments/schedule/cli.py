@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     option("mesh", text, _checked(parse_mesh), metavar="AXES", help=text)
     text = "memory of each GPU, of which XLA's scheduler uses what is spare (default: the GPU's own)"
     option("device_memory", text, float, metavar="GIB", help=text)
+    text = "gather leaves again in the backward pass, or keep them (default: again)"
+    parser.add_argument("--regather", action=argparse.BooleanOptionalAction, default=Config.regather, help=text)
     text = "gather blocks one ahead and reduce them one behind (default: as jzero.zero sees fit)"
     parser.add_argument("--ahead", action=argparse.BooleanOptionalAction, default=Config.ahead, help=text)
     option("bucket_bytes", "bytes of gradients that are reduced together at most", int, metavar="N")

@@ -16,6 +16,7 @@ class Config:
         mesh: Size of each mesh axis by name, in order; one named replica repeats what data cuts, one named model
             cuts heads and the MLP (tensor parallelism).
         device_memory: GiB of memory of each GPU; None: the real thing's.
+        regather: Whether leaves are gathered again in the backward pass, as for `zero`.
         ahead: Whether blocks are gathered one ahead, as for `zero`; None: as it sees fit.
         bucket_bytes: Bytes of gradients that are reduced together at most, as for `jzero.compiler_options`.
         xla_defaults: Whether to leave out what `jzero.compiler_options` gives.
@@ -35,6 +36,7 @@ class Config:
     target: str = "h200x8"
     mesh: tuple[tuple[str, int], ...] = (("data", -1),)
     device_memory: float | None = None
+    regather: bool = True
     ahead: bool | None = None
     bucket_bytes: int = BUCKET_BYTES
     xla_defaults: bool = False

@@ -43,7 +43,13 @@ def compile_program(config: Config) -> Program:
     replica = tuple(name for name in mesh.axis_names if name == "replica")
     rules = model.rules if "model" in mesh.axis_names else ()
     layout = jzero.zero(
-        model.params, stage=config.stage, mesh=mesh, replica_axes=replica, rules=rules, ahead=config.ahead
+        model.params,
+        stage=config.stage,
+        mesh=mesh,
+        replica_axes=replica,
+        rules=rules,
+        regather=config.regather,
+        ahead=config.ahead,
     )
     tx = optax.adamw(1e-3)
     state = jax.eval_shape(compile_init(lambda params: params, tx, layout), model.params)
