@@ -32,7 +32,9 @@ def value_and_grad(
 
     Each device runs `loss_fn(params, batch)` on its own part of the batch, one microbatch after another. The result is
     that of the whole batch on one device. The axes of `layout.batch_axes` exist by name inside of the loss, for
-    collectives of its own; any other mesh axis is left to the partitioner.
+    collectives of its own. Any other mesh axis is automatic: leaves lie on it as the layout's rules say, matmuls and
+    lookups with those that it cuts are placed to fit (Megatron-LM, arXiv:1909.08053), and the partitioner does the rest.
+    Of such a leaf only the model shards travel over the data axes.
 
     For M elements of params, m microbatches, and everything cut, the collectives over the data axes are:
 

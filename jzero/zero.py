@@ -59,10 +59,11 @@ def zero(
             (True, ZeRO-3 as published) or kept (False: FSDP's `reshard_after_forward=False`), which saves a third of
             the traffic for the memory of whole params. A list of `(path pattern, bool)` decides leaf by leaf, with
             shell patterns on paths; the first that matches counts, and leaves that none matches are gathered again.
-        ahead: Whether, in a scan over blocks, a block is gathered while the one before it computes, and its gradients
-            are reduce-scattered while the next one does (DeepSpeed's prefetch, Megatron-LM's overlap): the same
-            collectives and the same numbers, for the memory of one more gathered block and one block's whole gradients.
-            None: on GPUs only, where collectives run beside matmuls.
+        ahead: Whether a block is gathered while the one before it computes, and in a scan its gradients are
+            reduce-scattered while the next one does (DeepSpeed's prefetch, Megatron-LM's overlap): the same collectives
+            and the same numbers, for the memory of one more gathered block and one block's whole gradients. With remat
+            or without; loops of one or two blocks stay as they are. None: on GPUs only, where collectives run beside
+            matmuls.
 
     Returns:
         The `Layout`.
@@ -102,6 +103,8 @@ def zero(
             )
     if not isinstance(min_shard_size, Integral) or isinstance(min_shard_size, bool) or min_shard_size < 0:
         raise ValueError(f"zero: min_shard_size={min_shard_size!r}; it counts elements, so an int of 0 or more.")
+    if not isinstance(ahead, bool | None):
+        raise TypeError(f"zero: ahead={ahead!r}; wanted True, False or None.")
     named, treedef = tree_flatten_with_path(params)
     if not named:
         raise ValueError(f"zero: params has no array leaf (got {type(params).__name__}: {treedef}).")
@@ -135,8 +138,6 @@ def zero(
             strict=True,
         )
     )
-    if not isinstance(ahead, bool | None):
-        raise TypeError(f"zero: ahead={ahead!r}; wanted True, False or None.")
     early = platform_of(mesh) == "gpu" if ahead is None else ahead
     return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early)
 

@@ -205,7 +205,7 @@ def test_no_weight_and_no_logits_travel_over_the_model_axis(stage, times):
             shape = tuple(n for n in row.shape if n > 1)
             counts[row.kind, tuple("batch" if n == times * ACTIVATION[0] else n for n in shape)] += row.count
     activation = ("batch", TIME, D)
-    assert counts == {
+    most = {
         # Sequence parallelism: a block gathers its input in front of qkv and of up, in the forward pass and when it is
         # recomputed, and its cotangent behind out and down; the head gathers its input, the table its cotangent.
         ("all-gather", activation): 6 * L + 2,
@@ -215,6 +215,12 @@ def test_no_weight_and_no_logits_travel_over_the_model_axis(stage, times):
         # Gradients of the norm and of the bias, which see parts of the sequence: Megatron-LM sums them by hand.
         ("all-reduce", (D,)): 2 * L,
     }
+    assert counts.keys() == most.keys()
+    # From jax 0.12 on XLA gathers one cotangent of a block less, by summing the bias's gradient later.
+    less = {
+        kind: n - (L if kind in (("all-gather", activation), ("all-reduce", (D,))) else 0) for kind, n in most.items()
+    }
+    assert counts in (most, less)
 
 
 @pytest.mark.parametrize(("stage", "axes"), [(1, MESH), (3, MESH), (2, {"data": 2, "model": 4})])
