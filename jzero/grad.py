@@ -33,8 +33,8 @@ def value_and_grad(
     Each device runs `loss_fn(params, batch)` on its own part of the batch, one microbatch after another. The result is
     that of the whole batch on one device. The axes of `layout.batch_axes` exist by name inside of the loss, for
     collectives of its own. Any other mesh axis is automatic: leaves lie on it as the layout's rules say, matmuls and
-    lookups with those that it cuts are placed to fit (Megatron-LM, arXiv:1909.08053), and the partitioner does the rest.
-    Of such a leaf only the model shards travel over the data axes.
+    lookups with those that it cuts are placed to fit (Megatron-LM, arXiv:1909.08053), and the partitioner does the
+    rest. Of such a leaf only the model shards travel over the data axes.
 
     For M elements of params, m microbatches, and everything cut, the collectives over the data axes are:
 
@@ -137,7 +137,11 @@ def gradient_program(
         given = ({"key": key} if with_key else {}) | ({"model_state": own} if with_model_state else {})
         out = loss_fn(layout.treedef.unflatten(leaves), batch, **given)
         total, *sums = take_apart(out, has_aux=has_aux, with_model_state=with_model_state, model_state=model_state)
-        return total, tuple(sums)
+        return total / parts if known_share(total, sums[0][1]) else total, tuple(sums)
+
+    def known_share(total, weight):
+        """Whether each part counts the same: then its share goes into the loss, and gradients need no pass more."""
+        return weight is None and jnp.promote_types(total.dtype, jnp.float32) == total.dtype
 
     def gradient(*args):
         grads, sums, unused[:], gatherings = stream(layout, objective, *args)
@@ -174,9 +178,8 @@ def gradient_program(
         else:
             share = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         model_state, differ = merge(layout, model_state)
-        grads = [
-            leave(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, _scale(grads, share), strict=True)
-        ]
+        grads = grads if known_share(total, weight) else _scale(grads, share)
+        grads = [leave(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, grads, strict=True)]
         return (_scale(total, share), model_state, _scale(aux, share)), grads, differ
 
     on_data_shards = jax.shard_map(
