@@ -137,11 +137,7 @@ def gradient_program(
         given = ({"key": key} if with_key else {}) | ({"model_state": own} if with_model_state else {})
         out = loss_fn(layout.treedef.unflatten(leaves), batch, **given)
         total, *sums = take_apart(out, has_aux=has_aux, with_model_state=with_model_state, model_state=model_state)
-        return total / parts if known_share(total, sums[0][1]) else total, tuple(sums)
-
-    def known_share(total, weight):
-        """Whether each part counts the same: then its share goes into the loss, and gradients need no pass more."""
-        return weight is None and jnp.promote_types(total.dtype, jnp.float32) == total.dtype
+        return total, tuple(sums)
 
     def gradient(*args):
         grads, sums, unused[:], gatherings = stream(layout, objective, *args)
@@ -178,7 +174,8 @@ def gradient_program(
         else:
             share = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         model_state, differ = merge(layout, model_state)
-        grads = grads if known_share(total, weight) else _scale(grads, share)
+        # Not in the loss: a custom_vjp that is not linear (one that clips, say) would see another cotangent than alone.
+        grads = _scale(grads, share)
         grads = [leave(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, grads, strict=True)]
         return (_scale(total, share), model_state, _scale(aux, share)), grads, differ
 
