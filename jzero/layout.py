@@ -153,18 +153,15 @@ class Layout:
         def cut(path, x):
             name, alike = keystr(path, simple=True, separator="/"), by_shape.get(x.shape, [])
             own = [leaf for leaf in alike if f"/{name}".endswith(f"/{leaf.path}") or not leaf.path]
-            rules = {leaf.model for leaf in own or alike}
+            nearest = [max(own, key=lambda leaf: len(leaf.path))] if own else alike
+            models = {leaf.model for leaf in nearest}
             return place(
                 name,
                 x,
                 self.shards,
                 self.min_shard_size,
                 padded=bool(alike),
-                model=max(own, key=lambda leaf: len(leaf.path)).model
-                if own
-                else rules.pop()
-                if len(rules) == 1
-                else (),
+                model=models.pop() if len(models) == 1 else (),
                 sizes=self.mesh.shape,
             )
 

@@ -8,6 +8,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
+from jzero.rules import axes_of, is_plain
+
 MARK = "jzero.gather"
 
 
@@ -58,13 +60,13 @@ def hint(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         >>> hint(jnp.ones((2, 8)), jax.sharding.PartitionSpec(None, "model")).shape
         (2, 8)
     """
-    if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
+    if not is_plain(spec):
         raise TypeError(f"hint: spec={spec!r}; wanted a PartitionSpec of axis names and None.")
     if len(spec) > x.ndim:
         raise ValueError(f"hint: {spec} names {len(spec)} dims, but the array has shape {x.shape}.")
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    named = axes_of(spec)
     cut: list[tuple[str, ...]] = []
     for dim, axes in enumerate(named):
         if manual := [axis for axis in axes if kinds.get(axis) == AxisType.Manual]:

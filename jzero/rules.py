@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jzero.stage import Placement
 
@@ -172,3 +173,13 @@ def place(
     dim = min(free, key=lambda dim: (up(shape[dim]) / shape[dim], dim == 0, -shape[dim]))
     stored = (*shape[:dim], up(shape[dim]), *shape[dim + 1 :])
     return leaf(dim, stored, f"no dim of {shape} divides by {shards}: stored padded to {stored}")
+
+
+def axes_of(spec: P) -> list[tuple[str, ...]]:
+    """The axes of each dim that a PartitionSpec of axis names and None names."""
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+
+
+def is_plain(spec: Any) -> bool:
+    """Whether this is a PartitionSpec of axis names and None."""
+    return isinstance(spec, P) and P.UNCONSTRAINED not in tuple(spec)

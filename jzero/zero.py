@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jzero.check import check_structure, warn_shared
 from jzero.layout import Layout
 from jzero.mesh import platform_of
-from jzero.rules import MIN_SHARD_SIZE, Model, place
+from jzero.rules import MIN_SHARD_SIZE, Model, axes_of, is_plain, place
 from jzero.stage import Stage, as_stage
 
 
@@ -159,7 +159,7 @@ def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]:
     """For each leaf the axes that its rule gives to each of its dims."""
     if not isinstance(rules, list | tuple) or not all(
-        isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and _is_spec(rule[1])
+        isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and is_plain(rule[1])
         for rule in rules
     ):
         raise TypeError(
@@ -180,7 +180,7 @@ def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]
             raise ValueError(
                 f"zero: params{keystr(path)} {shape} has {len(shape)} dims, but {rule} names {len(spec)} of them."
             )
-        axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+        axes = axes_of(spec)
         for axis in (flat := [axis for entry in axes for axis in entry]):
             if axis not in mesh.axis_names:
                 raise ValueError(f"zero: {rule} names {axis!r}, but the mesh has axes {mesh.axis_names}.")
@@ -202,10 +202,6 @@ def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]
         wide = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in axes]
         model.append((*wide, *[()] * (len(shape) - len(axes))))
     return model
-
-
-def _is_spec(spec) -> bool:
-    return isinstance(spec, P) and P.UNCONSTRAINED not in tuple(spec)
 
 
 def _check_matches(option, patterns, named):
