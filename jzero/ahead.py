@@ -18,7 +18,7 @@ from jzero.collectives import gather
 from jzero.rules import Cut
 from jzero.run import BACKWARD
 from jzero.shapes import moved
-from jzero.views import Pending, Reduced, View
+from jzero.views import Pending, View
 
 
 def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]] | None:
@@ -105,7 +105,7 @@ def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]]
     ys, new = others
     for k, value in zip(late, reduced, strict=True):
         ys[k] = value
-        body.ends[k] = Reduced(value, _final(body.ends[k][0])), None
+        body.ends[k] = run.as_reduced(value, _final(body.ends[k][0])), None
     return carry, ys, new
 
 

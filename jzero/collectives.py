@@ -10,6 +10,7 @@ from jax import lax
 
 from jzero.layout import Layout, spec_of
 from jzero.padding import pad, unpad
+from jzero.rounding import scaled
 from jzero.rules import Cut, Leaf, Model
 
 
@@ -68,8 +69,8 @@ def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
     return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
 
 
-def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
-    """Sums a whole local gradient over all batch axes and keeps this device's shard of it, padded.
+def scatter(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Array:
+    """Sums a whole local gradient, times `share`, over all batch axes and keeps this device's shard of it, padded.
 
     One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
     """
@@ -82,15 +83,31 @@ def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
         x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True) if over else x
         return lax.psum(x, replicas) if replicas else x
 
-    with jax.named_scope(f"jzero.scatter[{cut.path}]"):
-        return on_model_shards(layout, collective, [cut.model], cut.model, grad) if over or replicas else grad
+    def summed(x):
+        with jax.named_scope(f"jzero.scatter[{cut.path}]"):
+            return on_model_shards(layout, collective, [cut.model], cut.model, x) if over or replicas else x
+
+    return _reduced(layout, grad, share, summed)
 
 
-def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
-    """Sums a leaf's whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps."""
+def reduce(layout: Layout, leaf: Leaf, grad: jax.Array, share: float) -> jax.Array:
+    """Sums a leaf's whole local gradient, times `share`, and keeps what the stage's `grads` placement keeps."""
+    if layout.precision.reduce is None:
+        grad = grad.astype(leaf.dtype)  # which was summed over microbatches in a wider one
     if leaf.cut is None or layout.stage.grads == "replicated":
-        return all_reduce(layout, grad, leaf)
-    return scatter(layout, grad, leaf.cut)
+        return _reduced(layout, grad, share, lambda x: all_reduce(layout, x, leaf))
+    return scatter(layout, grad, leaf.cut, share)
+
+
+def _reduced(layout: Layout, grad: jax.Array, share: float, collective: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """A collective on a gradient in the dtype, and with the division, that the precision asks for."""
+    precision, wire, kept = layout.precision, grad.dtype, grad.dtype
+    if jnp.issubdtype(grad.dtype, jnp.floating):
+        wire = wire if precision.reduce is None else precision.reduce
+        kept = kept if precision.accumulate is None else precision.accumulate
+    if precision.divides_before(wire):
+        return collective(scaled(grad, share, wire)).astype(kept)
+    return scaled(collective(grad.astype(wire)), share, kept)
 
 
 def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array]:

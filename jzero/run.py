@@ -49,6 +49,7 @@ class Run:
 
     Attributes:
         layout: The stage, and the placement of each leaf.
+        share: What a gradient is multiplied by when it is reduced.
         gatherings: Where it has gathered.
         times: How often the loops around this point run.
         phase: FORWARD, or BACKWARD once the loss is there.
@@ -59,6 +60,7 @@ class Run:
     """
 
     layout: Layout
+    share: float
     gatherings: list[Gathering] = field(default_factory=list)
     times: int = 1
     phase: str = FORWARD
@@ -72,11 +74,19 @@ class Run:
         if want is None or want.dim is None or isinstance(x, Reduced | Pending):
             return x
         x = self.whole(x, None)
-        return Pending(x, want) if self.lazy else Reduced(scatter(self.layout, x, want), want)
+        return Pending(x, want) if self.lazy else self.scattered(x, want)
+
+    def scattered(self, x: jax.Array, cut: Cut) -> Reduced:
+        """Reduces a whole local gradient."""
+        return self.as_reduced(scatter(self.layout, x, cut, self.share), cut)
+
+    def as_reduced(self, shard: jax.Array, cut: Cut) -> Reduced:
+        """A shard of a gradient that has been reduced."""
+        return Reduced(shard, cut, self.layout.precision.accumulate)
 
     def due(self, x: Pending) -> Reduced:
         """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
-        reduced = Reduced(scatter(self.layout, x.value, x.cut), x.cut)
+        reduced = self.scattered(x.value, x.cut)
         for eqn, others in x.after:
             reduced = reduced.through(eqn, list(others))
         return reduced
