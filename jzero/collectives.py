@@ -73,17 +73,27 @@ def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
 
     One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
     """
-    dim = cut.dim
+    return sum_over_replicas(layout, scatter_over_data(layout, grad, cut), cut)
+
+
+def scatter_over_data(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
+    """The first half of `scatter`: one reduce-scatter over the data axes, of each model shard."""
+    dim, axes = cut.dim, wide(layout, layout.data_axes)
     assert dim is not None
     grad = pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :]))
-    over, replicas = wide(layout, layout.data_axes), wide(layout, layout.replica_axes)
+    collective = functools.partial(lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
+    return _in_scope(layout, collective, cut, grad) if axes else grad
 
-    def collective(x):
-        x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True) if over else x
-        return lax.psum(x, replicas) if replicas else x
 
+def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut) -> jax.Array:
+    """The second half of `scatter`: one all-reduce of the shard over the replica axes, of each model shard."""
+    axes = wide(layout, layout.replica_axes)
+    return _in_scope(layout, functools.partial(lax.psum, axis_name=axes), cut, shard) if axes else shard
+
+
+def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x: jax.Array) -> jax.Array:
     with jax.named_scope(f"jzero.scatter[{cut.path}]"):
-        return on_model_shards(layout, collective, [cut.model], cut.model, grad) if over or replicas else grad
+        return on_model_shards(layout, collective, [cut.model], cut.model, x)
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:

@@ -1,12 +1,12 @@
 """One run of the streaming pass: what it has gathered and reduced, and where it stands."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax import lax
 
-from jzero.collectives import gather, scatter
+from jzero.collectives import gather, scatter, scatter_over_data, sum_over_replicas
 from jzero.jaxprs import bind, source_of
 from jzero.layout import Layout
 from jzero.rules import Cut
@@ -76,7 +76,15 @@ class Run:
 
     def due(self, x: Pending) -> Reduced:
         """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
-        reduced = Reduced(scatter(self.layout, x.value, x.cut), x.cut)
+        return self.summed(replace(x, value=self.scattered(x)))
+
+    def scattered(self, x: Pending) -> jax.Array:
+        """The first half of `due`: what is left to be summed over the replicas."""
+        return scatter_over_data(self.layout, x.value, x.cut)
+
+    def summed(self, x: Pending) -> Reduced:
+        """The second half of `due`, of a gradient whose value has been scattered."""
+        reduced = Reduced(sum_over_replicas(self.layout, x.value, x.cut), x.cut)
         for eqn, others in x.after:
             reduced = reduced.through(eqn, list(others))
         return reduced
