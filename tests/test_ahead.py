@@ -45,7 +45,7 @@ def test_gradients_are_those_of_one_device_everywhere(x64, name, axes):
 
 
 def deeper(params):
-    """Params of two more layers: where gradients are summed over replicas as well, three would leave none in the loop."""
+    """Params of two more layers: where gradients are also summed over replicas, three would leave none in the loop."""
 
     def more(w, dim):
         return jnp.concatenate([w, lax.slice_in_dim(w, 0, 2, axis=dim)], dim)
@@ -80,8 +80,9 @@ def programs(loss_fn, axes, stage, params=None, **options):
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["gpt", "nested", "remat", "scan"])
 def test_the_collectives_are_the_same(name, stage):
-    rows, explained, params = [], [], deeper(models.init_params(jax.random.key(0)))
-    for layout, program, params in programs(models.loss(name), {"replica": 2, "data": 2, "model": 2}, stage, params):
+    rows, explained, axes = [], [], {"replica": 2, "data": 2, "model": 2}
+    deep = deeper(models.init_params(jax.random.key(0)))
+    for layout, program, params in programs(models.loss(name), axes, stage, deep):
         counts = collections.Counter()
         for row in jzero.audit.collectives(program.lower(params, models.batch()), layout.mesh):
             assert row.exact
@@ -141,8 +142,8 @@ def test_no_block_waits_for_its_gathers_and_no_scatter_for_the_block(name):
 
 def test_no_sum_over_replicas_waits_for_the_scatter_in_front_of_it():
     """Each has a step of its own, so that both can run beside the matmuls of a block."""
-    params = deeper(models.init_params(jax.random.key(0)))
-    for layout, program, params in programs(models.loss("remat"), {"replica": 2, "data": 4}, 3, params):
+    deep = deeper(models.init_params(jax.random.key(0)))
+    for layout, program, params in programs(models.loss("remat"), {"replica": 2, "data": 4}, 3, deep):
         jaxpr = jax.make_jaxpr(program)(params, models.batch()).jaxpr
         (loop,) = loops_with(jaxpr, "reduce_scatter")
         assert "psum" in {name for eqn in inner_jaxpr(loop)[0].eqns for name in primitives(eqn)}
