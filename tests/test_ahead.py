@@ -12,7 +12,7 @@ import jzero
 from jzero.jaxprs import inner_jaxpr
 from tests import models
 from tests.models import D, F, L
-from tests.test_stream import MESHES, check, layout_of
+from tests.test_stream import MESHES, check, layout_of, placed
 
 SCANNED = [
     "gpt",
@@ -240,7 +240,8 @@ def test_loops_of_any_length_and_both_directions(x64, length, reverse, axes):
 
 
 def equal_to_one_device(loss_fn, params, batch, layout):
-    _, grads = jzero.value_and_grad(loss_fn, layout)(jax.device_put(params, layout.param_shardings), batch)
+    _, grads = jzero.value_and_grad(loss_fn, layout)(placed(params, layout), batch)
+    grads = layout.logical(grads, replicate=True)
     wanted = jax.grad(loss_fn)(params, batch)
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
