@@ -5,19 +5,23 @@ from jzero.explain import explain
 from jzero.grad import value_and_grad
 from jzero.layout import Layout
 from jzero.loss import Weighted
+from jzero.loss_scale import DynamicLossScale
 from jzero.mark import gather, hint
 from jzero.mesh import make_mesh
 from jzero.options import compiler_options
 from jzero.partition import combine, partition
+from jzero.precision import Precision
 from jzero.stage import STAGES, Stage
-from jzero.state import TrainState, init
+from jzero.state import TrainState, init, master_params
 from jzero.step import TrainStep, train_step
 from jzero.update import apply_gradients
 from jzero.zero import zero
 
 __all__ = [
     "STAGES",
+    "DynamicLossScale",
     "Layout",
+    "Precision",
     "Stage",
     "TrainState",
     "TrainStep",
@@ -31,6 +35,7 @@ __all__ = [
     "hint",
     "init",
     "make_mesh",
+    "master_params",
     "memory",
     "partition",
     "train_step",

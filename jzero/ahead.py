@@ -20,7 +20,7 @@ from jzero.collectives import gather, wide
 from jzero.rules import Cut
 from jzero.run import BACKWARD, Run
 from jzero.shapes import moved
-from jzero.views import Pending, Reduced, View
+from jzero.views import Pending, View
 
 
 def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]] | None:
@@ -106,7 +106,7 @@ def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]
     run.gatherings[:] = [*before, *trial]
     for (k, y), value in zip(late.items(), reduced, strict=True):
         ys[k] = value
-        body.ends[k] = Reduced(value, _final(y)), None
+        body.ends[k] = run.as_reduced(value, _final(y)), None
     return carry, ys, new
 
 
@@ -118,11 +118,15 @@ def _tasks(run: Run, ends: list[Pending]) -> list[Callable[[list[jax.Array]], li
     """
 
     def each(task):
-        return lambda values: [task(replace(end, value=x)) for end, x in zip(ends, values, strict=True)]
+        return lambda values: [task(end, x) for end, x in zip(ends, values, strict=True)]
 
+    scatter, finish = (
+        each(lambda end, x: run.scattered(replace(end, value=x))),
+        each(lambda end, x: run.summed(end, x).value),
+    )
     if wide(run.layout, run.layout.data_axes) and wide(run.layout, run.layout.replica_axes):
-        return [each(run.scattered), each(lambda x: run.summed(x).value)]
-    return [each(lambda x: run.due(x).value)]
+        return [scatter, finish]
+    return [lambda values: finish(scatter(values))]
 
 
 def _final(pending: Pending) -> Cut:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax import lax
 
 from jzero.layout import Layout, spec_of
 from jzero.padding import pad, unpad
+from jzero.rounding import scaled
 from jzero.rules import Cut, Leaf, Model
 
 
@@ -68,27 +70,28 @@ def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
     return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
 
 
-def scatter(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
-    """Sums a whole local gradient over all batch axes and keeps this device's shard of it, padded.
+def scatter(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Array:
+    """Sums a whole local gradient, times `share`, over all batch axes and keeps this device's shard of it, padded.
 
     One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
     """
-    return sum_over_replicas(layout, scatter_over_data(layout, grad, cut), cut)
+    return sum_over_replicas(layout, scatter_over_data(layout, grad, cut, share), cut, share, grad.dtype)
 
 
-def scatter_over_data(layout: Layout, grad: jax.Array, cut: Cut) -> jax.Array:
+def scatter_over_data(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Array:
     """The first half of `scatter`: one reduce-scatter over the data axes, of each model shard."""
     dim, axes = cut.dim, wide(layout, layout.data_axes)
     assert dim is not None
-    grad = pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :]))
+    grad = _to_wire(layout, pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :])), share)
     collective = functools.partial(lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     return _in_scope(layout, collective, cut, grad) if axes else grad
 
 
-def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut) -> jax.Array:
-    """The second half of `scatter`: one all-reduce of the shard over the replica axes, of each model shard."""
+def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut, share: float, dtype: Any) -> jax.Array:
+    """The second half of `scatter`, of a gradient that came in this dtype: one all-reduce of the shard."""
     axes = wide(layout, layout.replica_axes)
-    return _in_scope(layout, functools.partial(lax.psum, axis_name=axes), cut, shard) if axes else shard
+    shard = _in_scope(layout, functools.partial(lax.psum, axis_name=axes), cut, shard) if axes else shard
+    return _from_wire(layout, shard, share, dtype)
 
 
 def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x: jax.Array) -> jax.Array:
@@ -96,11 +99,30 @@ def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x:
         return on_model_shards(layout, collective, [cut.model], cut.model, x)
 
 
-def reduce(layout: Layout, leaf: Leaf, grad: jax.Array) -> jax.Array:
-    """Sums a leaf's whole local gradient over all batch axes and keeps what the stage's `grads` placement keeps."""
+def reduce(layout: Layout, leaf: Leaf, grad: jax.Array, share: float) -> jax.Array:
+    """Sums a leaf's whole local gradient, times `share`, and keeps what the stage's `grads` placement keeps."""
+    if layout.precision.reduce is None:
+        grad = grad.astype(leaf.dtype)  # which was summed over microbatches in a wider one
     if leaf.cut is None or layout.stage.grads == "replicated":
-        return all_reduce(layout, grad, leaf)
-    return scatter(layout, grad, leaf.cut)
+        summed = all_reduce(layout, _to_wire(layout, grad, share), leaf)
+        return _from_wire(layout, summed, share, grad.dtype)
+    return scatter(layout, grad, leaf.cut, share)
+
+
+def _to_wire(layout: Layout, grad: jax.Array, share: float) -> jax.Array:
+    """A gradient as it is reduced: in the dtype that the precision asks for, times `share` if that comes first."""
+    wire = grad.dtype
+    if jnp.issubdtype(wire, jnp.floating) and layout.precision.reduce is not None:
+        wire = layout.precision.reduce
+    return scaled(grad, share, wire) if layout.precision.divides_before(wire) else grad.astype(wire)
+
+
+def _from_wire(layout: Layout, grad: jax.Array, share: float, dtype: Any) -> jax.Array:
+    """What becomes of it once it is reduced, where it came in this dtype."""
+    precision, kept = layout.precision, dtype
+    if jnp.issubdtype(dtype, jnp.floating) and precision.accumulate is not None:
+        kept = precision.accumulate
+    return grad.astype(kept) if precision.divides_before(grad.dtype) else scaled(grad, share, kept)
 
 
 def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array]:

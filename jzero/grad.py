@@ -15,6 +15,7 @@ from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
 from jzero.loss import take_apart
 from jzero.model_state import merge, warn_differing
+from jzero.rounding import scaled
 from jzero.run import Gathering
 from jzero.stream import reduces_in_backward, stream
 
@@ -47,9 +48,9 @@ def value_and_grad(
 
     At stage 3 a leaf is gathered at its first real use, in the dtype that the loss casts it to, and at stages 2 and 3 a
     gradient is reduced where it is born: inside of a scan over layers one layer at a time. `explain(layout, loss_fn,
-    batch)` says where. Leaves that stay whole are all-reduced once. With replica axes, the reduced shards are
-    all-reduced across them. An all-reduce of a scalar makes the loss. On one device there are none. Leaves that are not
-    trained are gathered, and not reduced.
+    batch)` says where. The layout's `Precision` may ask for other dtypes. Leaves that stay whole are all-reduced once.
+    With replica axes, the reduced shards are all-reduced across them. An all-reduce of a scalar makes the loss. On one
+    device there are none. Leaves that are not trained are gathered, and not reduced.
 
     Randomness: with `with_key`, each call of the loss gets `fold_in(fold_in(key, i), j)`, where i is the index of the
     batch shard in the order of `layout.batch_axes` and j the microbatch. Results therefore do not depend on the stage,
@@ -69,10 +70,12 @@ def value_and_grad(
         with_model_state: Whether `loss_fn` takes and returns model state.
 
     Returns:
-        A function `(params, batch, *, key=None, model_state=None) -> (value, grads)`, where `value` is what `loss_fn`
-        returns: `loss`, `(loss, aux)`, `(loss, model_state)` or `(loss, (model_state, aux))`. `params` are placed
-        as `layout.param_specs`, `batch` is cut by `layout.batch_spec`, `grads` come as `layout.grad_specs` with the
-        params' dtypes, padded as stored, None where a leaf is not trained; the rest is whole on every device. It works
+        A function `(params, batch, *, key=None, model_state=None, loss_scale=None) -> (value, grads)`, where `value` is
+        what `loss_fn` returns: `loss`, `(loss, aux)`, `(loss, model_state)` or `(loss, (model_state, aux))`. `params`
+        are placed as `layout.param_specs`, `batch` is cut by `layout.batch_spec`, `grads` come as `layout.grad_specs`
+        in the precision's `accumulate` dtype, or that of the params as the loss gets them; padded as stored, None where
+        a leaf is not trained; the rest is whole on every device. A `loss_scale`, a scalar, multiplies the loss that is
+        differentiated, and divides the gradients once they are summed; they then come in at least float32. It works
         inside and outside of `jax.jit`.
 
     Raises:
@@ -97,8 +100,8 @@ def value_and_grad(
         with_model_state=with_model_state,
     )
 
-    def value_and_grad_of_batch(params, batch, *, key=None, model_state=None):
-        (loss, model_state, aux), grads, differ = program(params, batch, key, model_state)
+    def value_and_grad_of_batch(params, batch, *, key=None, model_state=None, loss_scale=None):
+        (loss, model_state, aux), grads, differ = program(params, batch, key, model_state, loss_scale)
         warn_differing(model_state, differ)
         extra = {(True, True): (model_state, aux), (True, False): model_state, (False, True): aux}
         pair = (with_model_state, has_aux)
@@ -117,8 +120,9 @@ def gradient_program(
     with_model_state: bool,
     found: list[Gathering] | None = None,
 ) -> Callable[..., Any]:
-    """The program behind `value_and_grad`: `(params, batch, key, model_state) -> ((loss, state, aux), grads, differ)`.
+    """The program behind `value_and_grad`.
 
+    It is `(params, batch, key, model_state, loss_scale) -> ((loss, model_state, aux), grads, differ)`.
     `differ` says for each of `must_agree(model_state)` whether the batch shards returned different values. Tracing it
     puts into `found` where leaves are gathered.
     """
@@ -128,61 +132,71 @@ def gradient_program(
         raise TypeError(f"layout is a {type(layout).__name__}; wanted the Layout that jzero.zero returns.")
     if not isinstance(microbatches, Integral) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}; wanted an int of 1 or more.")
-    stage, parts = layout.stage, layout.batch_shards * microbatches
+    stage, precision, parts = layout.stage, layout.precision, layout.batch_shards * microbatches
 
     unused = [False] * len(layout.trainable)
 
-    def objective(leaves, batch, key, model_state):
+    def objective(leaves, batch, key, model_state, loss_scale):
+        leaves = [_as_computed(leaf, x) for leaf, x in zip(layout.leaves, leaves, strict=True)]
+        batch = precision.to_compute(batch)
         own = jax.tree.map(lambda x: x, model_state)  # the loss may change it in place, as nnx and equinox do
         given = ({"key": key} if with_key else {}) | ({"model_state": own} if with_model_state else {})
         out = loss_fn(layout.treedef.unflatten(leaves), batch, **given)
         total, *sums = take_apart(out, has_aux=has_aux, with_model_state=with_model_state, model_state=model_state)
-        return total, tuple(sums)
+        return total if loss_scale is None else total * loss_scale, tuple(sums)
 
     def gradient(*args):
-        grads, sums, unused[:], gatherings = stream(layout, objective, *args)
+        grads, sums, unused[:], gatherings = stream(layout, 1 / parts, objective, *args)
         if found is not None:
             found[:] = gatherings
         return grads, sums
 
-    def local(shards, batch, key, model_state):
+    def local(shards, batch, key, model_state, loss_scale):
         shards = [entered(leaf, x, stage.params) for leaf, x in zip(layout.leaves, shards, strict=True)]
         key = _fold(key, lax.axis_index(layout.batch_axes)) if with_key else None
         if microbatches == 1:
-            grads, (sums, model_state) = gradient(shards, batch, _fold(key, 0), model_state)
+            grads, (sums, model_state) = gradient(shards, batch, _fold(key, 0), model_state, loss_scale)
         else:
 
             def add(carry, part):
                 sums, model_state = carry
                 index, batch = part
-                grads, (more, model_state) = gradient(shards, batch, _fold(key, index), model_state)
-                return (jax.tree.map(jnp.add, sums, (grads, more)), model_state), None
+                grads, (more, model_state) = gradient(shards, batch, _fold(key, index), model_state, loss_scale)
+                return (jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (grads, more)), model_state), None
 
             split = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
             first = jax.tree.map(lambda x: x[0], split)
-            grads, (sums, _) = jax.eval_shape(gradient, shards, first, key, model_state)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+            grads, (sums, _) = jax.eval_shape(gradient, shards, first, key, model_state, loss_scale)
+            grads = [jnp.zeros(x.shape, precision.sum_dtype(x.dtype)) for x in grads]
+            zeros = grads, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
             carry, _ = lax.scan(add, (zeros, model_state), (jnp.arange(microbatches), split))
             (grads, sums), model_state = carry
         grads = [
-            grad if zero or reduces_in_backward(layout, leaf) else reduce(layout, leaf, grad)
+            grad if zero or reduces_in_backward(layout, leaf) else reduce(layout, leaf, grad, 1 / parts)
             for leaf, grad, zero in zip(layout.trainable, grads, unused, strict=True)
         ]
         total, weight, aux = jax.tree.map(lambda x: all_reduce(layout, x), sums)
-        if weight is None:
-            share = 1 / parts
-        else:
-            share = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
+        share = 1 / parts if weight is None else jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         model_state, differ = merge(layout, model_state)
-        # Not in the loss: a custom_vjp that is not linear (one that clips, say) would see another cotangent than alone.
-        grads = _scale(grads, share)
+        # Where they are reduced, gradients are divided by the number of parts; here by what is not known before.
+        rest = 1 if weight is None else share * parts
+        rest = rest if loss_scale is None else rest / loss_scale
+        dtypes = [leaf.grad_dtype(scaled=loss_scale is not None) for leaf in layout.trainable]
+        grads = [scaled(grad, rest, dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
         grads = [leave(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, grads, strict=True)]
-        return (_scale(total, share), model_state, _scale(aux, share)), grads, differ
+        total, aux = jax.tree.map(lambda x: scaled(x, share, x.dtype), (total, aux))
+        return (total, model_state, aux), grads, differ
 
     on_data_shards = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=([border_spec(layout, leaf, stage.params) for leaf in layout.leaves], layout.batch_spec, P(), P()),
+        in_specs=(
+            [border_spec(layout, leaf, stage.params) for leaf in layout.leaves],
+            layout.batch_spec,
+            P(),
+            P(),
+            P(),
+        ),
         out_specs=(P(), [border_spec(layout, leaf, stage.grads) for leaf in layout.trainable], P()),
         axis_names=set(layout.batch_axes),
         check_vma=False,
@@ -198,7 +212,7 @@ def gradient_program(
             differ,
         )
 
-    def program(params, batch, key, model_state):
+    def program(params, batch, key, model_state, loss_scale=None):
         check_tree("params", params, layout, layout.treedef, layout.leaves, stage.params)
         check_batch(batch, layout, microbatches=microbatches)
         for name, asked, given in (("key", with_key, key), ("model_state", with_model_state, model_state)):
@@ -207,7 +221,7 @@ def gradient_program(
             if given is not None and not asked:
                 raise ValueError(f"{name}= was passed, but the loss does not get it: ask for it with with_{name}=True.")
         key, model_state = key if with_key else None, model_state if with_model_state else None
-        value, grads, differ = sharded(jax.tree.leaves(params), batch, key, model_state)
+        value, grads, differ = sharded(jax.tree.leaves(params), batch, key, model_state, loss_scale)
         return value, layout.trainable_treedef.unflatten(grads), differ
 
     return program
@@ -217,11 +231,6 @@ def _fold(key, index):
     return None if key is None else jax.random.fold_in(key, index)
 
 
-def _scale(tree, share):
-    """Multiplies in at least float32, so that a share of a long batch does not lose its bits in bfloat16."""
-
-    def scale(x):
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return (x.astype(wide) * jnp.asarray(share, wide)).astype(x.dtype)
-
-    return jax.tree.map(scale, tree)
+def _as_computed(leaf, x):
+    """A param in the dtype that the loss gets."""
+    return x if x.dtype == leaf.dtypes.compute else x.astype(leaf.dtypes.compute)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from jzero.check import check_batch, check_structure
+from jzero.dtypes import moment_dtype
 from jzero.padding import is_concrete, pad, unpad
+from jzero.precision import AS_IT_IS, Precision
 from jzero.rules import Leaf, place
 from jzero.stage import Placement, Stage
 
@@ -33,6 +35,7 @@ class Layout:
         treedef: Structure of the params.
         leaves: One `Leaf` for each of the params, in tree order.
         ahead: Whether scanned blocks are gathered one ahead and reduced one behind.
+        precision: In which dtypes all is stored, used, reduced and updated.
     """
 
     mesh: Mesh
@@ -43,6 +46,7 @@ class Layout:
     treedef: PyTreeDef
     leaves: tuple[Leaf, ...]
     ahead: bool = False
+    precision: Precision = AS_IT_IS
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -128,6 +132,28 @@ class Layout:
         """Structure of the trainable params, and so of the gradients: that of the params, None where not trained."""
         return jax.tree.structure(self.treedef.unflatten([leaf if leaf.trainable else None for leaf in self.leaves]))
 
+    @functools.cached_property
+    def masters(self) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
+        """Structure and leaves of the master copies: that of the params, None where a param has no copy of its own.
+
+        They live where the optimizer state lives. All is None where no param has one.
+        """
+        copies = [replace(leaf, dtype=leaf.dtypes.master) if leaf.has_master else None for leaf in self.leaves]
+        if not any(copies):
+            return jax.tree.structure(None), ()
+        return jax.tree.structure(self.treedef.unflatten(copies)), tuple(leaf for leaf in copies if leaf is not None)
+
+    @property
+    def master_specs(self) -> Any:
+        """PartitionSpecs of the master copies, in the structure of `TrainState.master`."""
+        treedef, leaves = self.masters
+        return treedef.unflatten([self.spec(leaf, self.stage.opt_state) for leaf in leaves])
+
+    @property
+    def master_shardings(self) -> Any:
+        """NamedShardings of the master copies, in the structure of `TrainState.master`."""
+        return self._shardings(self.master_specs)
+
     def opt_leaves(self, tx: optax.GradientTransformation) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
         """Structure and leaves of the state of `tx`, from shapes alone.
 
@@ -136,7 +162,8 @@ class Layout:
         column means of Adafactor, say) follow the rule on their own shape, and stay whole where no dim divides.
         Placement never changes what is computed, since the optimizer runs in the global view. Shapes are used rather
         than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no arrays, and so fails for an
-        optimizer that looks at its params.
+        optimizer that looks at its params. A leaf's `dtype` is the one that it is stored in, and `dtypes.update` is the
+        optimizer's own.
         """
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             raise TypeError(f"tx is a {type(tx).__name__}; wanted an optax optimizer, such as optax.adamw(1e-3).")
@@ -144,7 +171,9 @@ class Layout:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
     def _opt_leaves(self, tx, default_dtype):  # float64 under x64, where a state has other dtypes
-        abstract = self.trainable_treedef.unflatten([leaf.placed("replicated") for leaf in self.trainable])
+        abstract = self.trainable_treedef.unflatten(
+            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtypes.update) for leaf in self.trainable]
+        )
         named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
         by_shape: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in self.trainable:
@@ -155,7 +184,7 @@ class Layout:
             own = [leaf for leaf in alike if f"/{name}".endswith(f"/{leaf.path}") or not leaf.path]
             nearest = [max(own, key=lambda leaf: len(leaf.path))] if own else alike
             models = {leaf.model for leaf in nearest}
-            return place(
+            leaf = place(
                 name,
                 x,
                 self.shards,
@@ -164,6 +193,8 @@ class Layout:
                 model=models.pop() if len(models) == 1 else (),
                 sizes=self.mesh.shape,
             )
+            owner = nearest[0] if nearest and x.shape else None
+            return leaf if owner is None else replace(leaf, dtype=moment_dtype(self.precision, x.dtype, owner.dtypes))
 
         return treedef, tuple(cut(path, x) for path, x in named)
 
@@ -248,6 +279,26 @@ class Layout:
             return jax.jit(unpad, static_argnums=1, out_shardings=self.sharding(P()))(x, leaf.shape)
 
         return self._map("tree", tree, tx, unpadded)
+
+    def computed(self, params: Any, *, replicate: bool = False) -> Any:
+        """The params as the loss gets them: logical shapes, and the dtype that the precision computes in.
+
+        For evaluation and inference, from params that are stored in another dtype or padded. Otherwise as `logical`.
+
+        Args:
+            params: `state.params`.
+            replicate: As for `logical`.
+
+        Example:
+            >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1), precision="bf16")
+            >>> layout.computed({"w": jnp.ones(8)})["w"].dtype
+            dtype(bfloat16)
+        """
+
+        def cast(path, x, leaf):
+            return x if x.dtype == leaf.dtypes.compute else x.astype(leaf.dtypes.compute)
+
+        return self._map("params", self.logical(params, replicate=replicate), None, cast)
 
     def stored(self, tree: Any, *, tx: optax.GradientTransformation | None = None) -> Any:
         """The tree with the shapes that a `TrainState` of this layout holds, the inverse of `logical`.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jzero.dtypes import Dtypes
 from jzero.stage import Placement
 
 MIN_SHARD_SIZE = 4096
@@ -62,9 +63,10 @@ class Leaf:
     Attributes:
         path: Where it is in its tree, as in "blocks/0/kernel".
         shape: Its shape as the loss and the optimizer see it: the logical shape.
-        dtype: Its dtype.
+        dtype: Its dtype as it is stored.
         dim: The dim that is cut into one part per shard; None if the leaf stays whole on every device.
         stored: Its shape where it is cut: the logical shape, with `dim` padded by zeros until it divides.
+        dtypes: Its other dtypes.
         trainable: Whether it gets a gradient and optimizer state.
         reason: Why it stays whole or is padded; empty if it is neither.
         regather: Whether it is gathered again in the backward pass, or kept from the forward pass.
@@ -77,6 +79,7 @@ class Leaf:
     dtype: Any
     dim: int | None
     stored: tuple[int, ...]
+    dtypes: Dtypes
     trainable: bool = True
     reason: str = ""
     regather: bool = True
@@ -98,6 +101,15 @@ class Leaf:
     def twice_cut(self) -> bool:
         """Whether model axes and data axes cut the same dim."""
         return self.dim is not None and bool(self.model) and bool(self.model[self.dim])
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer moves on a copy, and not on the param itself."""
+        return self.dtype != self.dtypes.master
+
+    def grad_dtype(self, *, scaled: bool) -> Any:
+        """Dtype of its gradient; at least float32 where a loss scale is divided out, or what it saved would be lost."""
+        return jnp.promote_types(self.dtypes.grad, jnp.float32) if scaled else self.dtypes.grad
 
     def placed(self, placement: Placement) -> jax.ShapeDtypeStruct:
         """Global shape and dtype under a placement: the stored shape if sharded, the logical one if replicated."""
@@ -145,7 +157,7 @@ def place(
     parts = [math.prod((sizes or {})[axis] for axis in axes) for axes in model]
 
     def leaf(dim: int | None, stored: tuple[int, ...], reason: str = "") -> Leaf:
-        return Leaf(path, shape, dtype, dim, stored, trainable, reason, model=model)
+        return Leaf(path, shape, dtype, dim, stored, Dtypes.of(dtype), trainable, reason, model=model)
 
     def stays(reason: str) -> Leaf:
         return leaf(

@@ -1,12 +1,12 @@
 """One run of the streaming pass: what it has gathered and reduced, and where it stands."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax import lax
 
-from jzero.collectives import gather, scatter, scatter_over_data, sum_over_replicas
+from jzero.collectives import gather, scatter_over_data, sum_over_replicas
 from jzero.jaxprs import bind, source_of
 from jzero.layout import Layout
 from jzero.rules import Cut
@@ -49,6 +49,7 @@ class Run:
 
     Attributes:
         layout: The stage, and the placement of each leaf.
+        share: What a gradient is multiplied by when it is reduced.
         gatherings: Where it has gathered.
         times: How often the loops around this point run.
         phase: FORWARD, or BACKWARD once the loss is there.
@@ -59,6 +60,7 @@ class Run:
     """
 
     layout: Layout
+    share: float
     gatherings: list[Gathering] = field(default_factory=list)
     times: int = 1
     phase: str = FORWARD
@@ -72,19 +74,24 @@ class Run:
         if want is None or want.dim is None or isinstance(x, Reduced | Pending):
             return x
         x = self.whole(x, None)
-        return Pending(x, want) if self.lazy else Reduced(scatter(self.layout, x, want), want)
+        return Pending(x, want) if self.lazy else self.due(Pending(x, want))
+
+    def as_reduced(self, shard: jax.Array, cut: Cut) -> Reduced:
+        """A shard of a gradient that has been reduced."""
+        return Reduced(shard, cut, self.layout.precision.accumulate)
 
     def due(self, x: Pending) -> Reduced:
         """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
-        return self.summed(replace(x, value=self.scattered(x)))
+        return self.summed(x, self.scattered(x))
 
     def scattered(self, x: Pending) -> jax.Array:
-        """The first half of `due`: what is left to be summed over the replicas."""
-        return scatter_over_data(self.layout, x.value, x.cut)
+        """The first half of `due`: the shard that is left to be summed over the replicas."""
+        return scatter_over_data(self.layout, x.value, x.cut, self.share)
 
-    def summed(self, x: Pending) -> Reduced:
-        """The second half of `due`, of a gradient whose value has been scattered."""
-        reduced = Reduced(sum_over_replicas(self.layout, x.value, x.cut), x.cut)
+    def summed(self, x: Pending, shard: jax.Array) -> Reduced:
+        """The second half of `due`, of which the first has made this shard."""
+        shard = sum_over_replicas(self.layout, shard, x.cut, self.share, x.value.dtype)
+        reduced = self.as_reduced(shard, x.cut)
         for eqn, others in x.after:
             reduced = reduced.through(eqn, list(others))
         return reduced

@@ -1,11 +1,13 @@
 """`train_step`: gradient, clip, update, as one compiled program."""
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.check import check_batch
 from jzero.grad import gradient_program
+from jzero.guard import Guard
 from jzero.layout import Layout
+from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.mesh import platform_of
 from jzero.model_state import warn_differing
 from jzero.options import compiler_options as options_for
@@ -26,15 +30,16 @@ class TrainStep:
     """A compiled training step, made by `train_step`: call it as `step(state, batch)`.
 
     Attributes:
-        jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics, differ)` that it runs, donating `state`;
-            `differ` says which leaves of the model state were not the same on all batch shards, None if all are
-        averaged. wait: Whether each call waits until its loss is there.
+        jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics, notes)` that it runs, donating `state`;
+            `notes` are for the host: which leaves of the model state were not the same on all batch shards, and whether
+            the loss scale is at its end.
+        wait: Whether each call waits until its loss is there.
     """
 
-    def __init__(self, jitted: Callable, check_state: Callable, check_batch: Callable, wait: bool):
+    def __init__(self, jitted: Callable, check_state: Callable, check_batch: Callable, guard: Guard, wait: bool):
         self.jitted, self.wait = jitted, wait
-        self._check_state, self._check_batch = check_state, check_batch
-        self._returned = self._pending = None
+        self._check_state, self._check_batch, self._guard = check_state, check_batch, guard
+        self._returned = self._found = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step and returns the new state and the metrics; `state` is donated and must not be used again."""
@@ -42,13 +47,14 @@ class TrainStep:
         if self._returned is None or self._returned() is not state or state.step.is_deleted():
             self._check_state(state)
         self._check_batch(batch)
-        self._report()
-        state, metrics, differ = self.jitted(state, batch)
+        before = self._found
+        state, metrics, (differ, exhausted) = self.jitted(state, batch)
         self._returned = weakref.ref(state)
-        self._pending = None if differ is None else (state.model_state, differ)
+        self._found = metrics, exhausted, state.model_state, differ
         if self.wait:
             jax.block_until_ready(metrics["loss"])
-            self._report()
+            before = self._found
+        self._report(before, state)
         return state, metrics
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -57,11 +63,13 @@ class TrainStep:
         self._check_batch(batch)
         return self.jitted.lower(state, batch)
 
-    def _report(self):
-        """Warns of what the last step found in its model state; one step late where steps are not waited for."""
-        if self._pending is not None:
-            warn_differing(*self._pending)
-            self._pending = None
+    def _report(self, found: Any, state: TrainState) -> None:
+        """Warns or raises because of what a step has found; one step late where steps are not waited for."""
+        if found is not None:
+            metrics, exhausted, model_state, differ = found
+            self._guard.report(metrics, exhausted, state)
+            if differ is not None:
+                warn_differing(model_state, differ)
 
 
 def train_step(
@@ -71,6 +79,10 @@ def train_step(
     *,
     microbatches: int = 1,
     clip_norm: float | None = None,
+    loss_scale: float | DynamicLossScale | None = None,
+    nonfinite: Literal["skip", "raise", "keep"] | None = None,
+    spike: float | None = None,
+    norm_groups: Mapping[str, str] | None = None,
     has_aux: bool = False,
     with_key: bool = False,
     with_model_state: bool = False,
@@ -88,7 +100,16 @@ def train_step(
         layout: The placements; `state` must come from `init` with the same `tx` and layout.
         microbatches: As for `value_and_grad`.
         clip_norm: Multiplies the gradients by min(1, clip_norm / (norm + 1e-6)), as PyTorch and DeepSpeed do; `norm`
-            is the global L2 norm over all params, each counted once. None: no clipping.
+            is the global L2 norm over all params, each counted once, of the whole batch. None: no clipping.
+        loss_scale: A number or a `DynamicLossScale` that the loss is multiplied by for its gradient, and the gradient
+            divided by, so that small ones do not vanish in float16; the same as for `init`. None: no loss scale.
+        nonfinite: What becomes of a step whose gradients are not finite, on any device and in any microbatch: "skip"
+            leaves params, optimizer state, model state and `step` as they were, bit for bit, and says so in the
+            metrics, with a warning when many are skipped in a row; "raise" does so and raises; "keep" takes it. None:
+            "skip" with a loss scale, else "keep".
+        spike: Also skip a step whose gradient norm is more than this many times its running mean. None: never.
+        norm_groups: Names and shell patterns on paths: `metrics["grad_norms"]` has the norm over the leaves that each
+            matches, before clipping.
         has_aux: As for `value_and_grad`.
         with_key: As for `value_and_grad`; the key is `fold_in(state.key, state.step)`, from `init(..., key=)`.
         with_model_state: As for `value_and_grad`; the model state is `state.model_state`, from
@@ -100,12 +121,21 @@ def train_step(
 
     Returns:
         `step(state, batch) -> (state, metrics)`, a `TrainStep`. `metrics` holds scalars, whole on every device: `loss`;
-        `grad_norm`, float32 or wider, before clipping; `clipped`, bool; `step`, the number of updates after this one;
-        with `has_aux` also `aux`.
+        `grad_norm`, float32 or wider, before clipping, and `clipped_norm` after it; `clipped`, bool; `loss_scale` that
+        this step used, 1 if none; `skipped`, bool, and `skipped_in_a_row`; `step`, the number of updates after this
+        one; `learning_rate` where `tx` keeps it in its state (`optax.inject_hyperparams`), a dict by path if it keeps
+        several; with `has_aux` also `aux`.
 
     Raises:
-        ValueError: A `clip_norm` that is not positive; from the step, before any work: whatever `value_and_grad` and
-            `apply_gradients` refuse, and a state that an earlier call has donated.
+        ValueError: A `clip_norm` that is not positive, an unknown `nonfinite`, a `spike` of 1 or less, a pattern that
+            matches no trainable leaf; from the step, before any work: whatever `value_and_grad` and `apply_gradients`
+            refuse, a state that an earlier call has donated, and one that was made with another loss scale.
+        jzero.guard.Nonfinite: From the step: gradients that are not finite under `nonfinite="raise"`, or an overflow
+            with the loss scale at its minimum. Where steps are not waited for, from the step after. Its `state` is the
+            one to go on from.
+
+    Warns:
+        UserWarning: Params in float16 without a loss scale.
 
     Example:
         >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
@@ -119,6 +149,20 @@ def train_step(
     is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
+    scaling = None if loss_scale is None else as_loss_scale(loss_scale)
+    if scaling is not None and nonfinite == "keep":
+        raise ValueError(
+            "nonfinite='keep' with a loss scale: gradients that overflow at a scale that is too large would be taken. "
+            "Leave it out, or choose 'skip' or 'raise'."
+        )
+    guard = Guard(nonfinite or ("keep" if scaling is None else "skip"), spike)
+    groups = _groups(norm_groups or {}, layout)
+    if scaling is None and any(leaf.dtypes.compute == jnp.float16 for leaf in layout.trainable):
+        warnings.warn(
+            "train_step: params are used in float16 without a loss scale, so that gradients under 6e-8 become zero. "
+            "Pass loss_scale=jzero.DynamicLossScale() to init and train_step, or use bfloat16.",
+            stacklevel=2,
+        )
     program = gradient_program(
         loss_fn,
         layout,
@@ -132,16 +176,50 @@ def train_step(
     def update(state: TrainState, batch: Any):
         key = jax.random.fold_in(state.key, state.step) if with_key and state.key is not None else None
         before = state.model_state if with_model_state else None
-        (loss, model_state, aux), grads, differ = program(state.params, batch, key, before)
-        norm = global_norm(layout.logical(grads))
+        scale = None if scaling is None else state.loss_scale.scale
+        (loss, model_state, aux), grads, differ = program(state.params, batch, key, before, scale)
+
+        logical = layout.logical(grads)
+        norm = global_norm(logical)
+        norms = {name: global_norm([jax.tree.leaves(logical)[i] for i in group]) for name, group in groups.items()}
         factor = jnp.ones_like(norm) if clip_norm is None else jnp.minimum(1, clip_norm / (norm + 1e-6))
         if clip_norm is not None:
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+
+        finite = jnp.isfinite(norm)
+        take, skipped = guard.judge(norm, state.skipped)
+        exhausted = None
+        if scaling is not None:
+            exhausted = scaling.is_exhausted(state.loss_scale, finite)
+            state = replace(state, loss_scale=scaling.update(state.loss_scale, finite))
         if with_model_state:
+            if not guard.is_off:
+                model_state = jax.tree.map(lambda new, old: jnp.where(take, new, old), model_state, before)
             state = replace(state, model_state=model_state)
-        state = apply_gradients(state, grads, tx, layout)
-        metrics = {"loss": loss, "grad_norm": norm, "clipped": factor < 1, "step": state.step}
-        return state, metrics | ({"aux": aux} if has_aux else {}), differ if differ.size else None
+        state = apply_gradients(state, grads, tx, layout, when=None if guard.is_off else take)
+        state = replace(state, skipped=skipped)
+
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "clipped_norm": norm * factor,
+            "clipped": factor < 1,
+            "loss_scale": jnp.float32(1) if scale is None else scale,
+            "skipped": ~take,
+            "skipped_in_a_row": skipped.in_a_row,
+            "step": state.step,
+        }
+        metrics |= ({"grad_norms": norms} if norms else {}) | _learning_rate(state) | ({"aux": aux} if has_aux else {})
+        return state, metrics, (differ if differ.size else None, exhausted)
+
+    def check(state):
+        check_state(state, tx=tx, layout=layout)
+        if (scaling is None) != (state.loss_scale is None):
+            have, want = ("none", "one") if state.loss_scale is None else ("one", "none")
+            raise ValueError(
+                f"state.loss_scale: the state has {have}, and train_step was given {want}. Pass the same loss_scale= "
+                f"to jzero.init and jzero.train_step."
+            )
 
     shardings = state_shardings(tx, layout)
     jitted = jax.jit(
@@ -151,13 +229,35 @@ def train_step(
         out_shardings=(shardings, layout.sharding(P()), layout.sharding(P())),
         compiler_options=dict(options_for(layout) if compiler_options is None else compiler_options) or None,
     )
-
     return TrainStep(
-        jitted,
-        functools.partial(check_state, tx=tx, layout=layout),
-        functools.partial(check_batch, layout=layout, microbatches=microbatches),
-        waits,
+        jitted, check, functools.partial(check_batch, layout=layout, microbatches=microbatches), guard, waits
     )
+
+
+def _groups(patterns: Mapping[str, str], layout: Layout) -> dict[str, list[int]]:
+    """For each group of leaves the indices of its trainable leaves."""
+    paths = [leaf.path for leaf in layout.trainable]
+    groups = {
+        name: [index for index, path in enumerate(paths) if fnmatchcase(path, pattern)]
+        for name, pattern in patterns.items()
+    }
+    if empty := [name for name, group in groups.items() if not group]:
+        raise ValueError(
+            f"norm_groups: {empty[0]!r} has a pattern {patterns[empty[0]]!r} that matches none of the {len(paths)} "
+            f"trainable paths, from {paths[0]!r} to {paths[-1]!r}."
+        )
+    return groups
+
+
+def _learning_rate(state: TrainState) -> dict[str, Any]:
+    """The learning rates that `optax.inject_hyperparams` keeps: one, or a dict by group."""
+    found = optax.tree.get_all_with_path(
+        state.opt_state, "learning_rate", lambda path, _: getattr(path[-2], "name", "") == "hyperparams"
+    )
+    if len(found) > 1:
+        groups = [[str(getattr(key, "key", getattr(key, "idx", ""))) for key in path[:-1]] for path, _ in found]
+        return {"learning_rate": {"/".join(filter(None, g)): rate for g, (_, rate) in zip(groups, found, strict=True)}}
+    return {"learning_rate": found[0][1]} if found else {}
 
 
 def global_norm(grads: Any) -> jax.Array:

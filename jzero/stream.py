@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.collectives import all_reduce
+from jzero.collectives import reduce
 from jzero.jaxprs import are_zeros, bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var
 from jzero.layout import Layout
 from jzero.mark import MARK
@@ -38,12 +38,13 @@ def reduces_in_backward(layout: Layout, leaf: Leaf) -> bool:
 
 
 def stream(
-    layout: Layout, objective: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any
+    layout: Layout, share: float, objective: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any
 ) -> tuple[list[jax.Array], Any, list[bool], list[Gathering]]:
     """Value and gradient of an objective, gathering and reducing as the stage asks, inside of the data axes' shard_map.
 
     Args:
         layout: The stage, and the placement of each leaf.
+        share: What gradients are multiplied by when they are reduced.
         objective: `objective(leaves, *args) -> (scalar, more)`, of whole leaves.
         leaves: What this device holds of each of the params.
         *args: Trees of arrays.
@@ -66,7 +67,7 @@ def stream(
         return value, grads, more
 
     closed, out = jax.make_jaxpr(value_and_grad, return_shape=True)(whole, *flat)
-    run = Run(layout)
+    run = Run(layout, share)
     cuts = [leaf.cut if layout.stage.params == "sharded" and leaf.cut else leaf.model_cut for leaf in layout.leaves]
     ins = [
         x if cut is None else View(Shards(x, cut, leaf, FORWARD), x.dtype)
@@ -84,9 +85,9 @@ def stream(
     _, grads, more = jax.tree.unflatten(jax.tree.structure(out), outs)
     for index, leaf in enumerate(layout.trainable):
         if unused[index]:
-            grads[index] = jnp.zeros(leaf.local(layout.stage.grads, layout.shards), leaf.dtype)
+            grads[index] = jnp.zeros(leaf.local(layout.stage.grads, layout.shards), leaf.dtypes.grad)
         elif layout.stage.reduce == "block" and not scattered:
-            grads[index] = all_reduce(layout, grads[index], leaf)
+            grads[index] = reduce(layout, leaf, grads[index], share)
     return grads, more, unused, run.gatherings
 
 

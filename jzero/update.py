@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.tree_util import keystr
@@ -14,34 +15,42 @@ from jzero.collectives import gather_params
 from jzero.layout import Layout
 from jzero.padding import pad, unpad
 from jzero.partition import combine, partition
-from jzero.state import TrainState, check_state
+from jzero.rounding import rounded
+from jzero.state import TrainState, check_state, owned
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _update(state, grads, tx, layout, functions, values):
+def _update(state, grads, tx, layout, functions, values, when):
     def place(tree, specs):
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, layout.sharding(spec)), tree, specs)
 
     leaves, side = layout.trainable, layout.stage.opt_state
     specs = [layout.spec(leaf, side) for leaf in leaves]
 
-    def to_optimizer(tree):
+    def to_shards(arrays):
         # Gradients and params go to where the optimizer state lives before the update, so that each device updates its
         # own part; from whole params and whole gradients this is a local slice. Only stored shapes can be placed.
-        shards = place(
-            [pad(x, leaf.placed(side).shape) for x, leaf in zip(jax.tree.leaves(tree), leaves, strict=True)], specs
-        )
+        return place([pad(x, leaf.placed(side).shape) for x, leaf in zip(arrays, leaves, strict=True)], specs)
+
+    def to_optimizer(shards):
         return layout.trainable_treedef.unflatten(
-            [unpad(x, leaf.shape) for x, leaf in zip(shards, leaves, strict=True)]
+            [unpad(x, leaf.shape).astype(leaf.dtypes.update) for x, leaf in zip(shards, leaves, strict=True)]
         )
 
-    trained, rest = partition(state.params, layout)
-    trained = to_optimizer(trained)
+    def cast(arrays, dtypes):
+        return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+    treedef, opt_leaves = layout.opt_leaves(tx)
+    before, opt_before = to_shards(owned(state, layout)), jax.tree.leaves(state.opt_state)
+    trained = to_optimizer(before)
     if "grad" in values:
-        values["grad"] = to_optimizer(values["grad"])
+        values["grad"] = to_optimizer(to_shards(jax.tree.leaves(values["grad"])))
+    opt_state = treedef.unflatten(
+        cast(jax.tree.leaves(layout.logical(state.opt_state, tx=tx)), [leaf.dtypes.update for leaf in opt_leaves])
+    )
     try:
         updates, opt_state = optax.with_extra_args_support(tx).update(
-            to_optimizer(grads), layout.logical(state.opt_state, tx=tx), trained, **dict(functions), **values
+            to_optimizer(to_shards(jax.tree.leaves(grads))), opt_state, trained, **dict(functions), **values
         )
     except Exception as error:
         error.add_note(
@@ -50,13 +59,36 @@ def _update(state, grads, tx, layout, functions, values):
         )
         raise
     _check_update(updates, opt_state, tx, layout)
-    trained = jax.tree.leaves(optax.apply_updates(trained, updates))
-    trained = place([pad(x, leaf.placed(side).shape) for x, leaf in zip(trained, leaves, strict=True)], specs)
+    after = jax.tree.leaves(optax.apply_updates(trained, updates))
+    dtypes = [leaf.dtypes.master for leaf in leaves] + [leaf.dtype for leaf in opt_leaves]
+    after = _rounded([*after, *jax.tree.leaves(opt_state)], dtypes, state.step, layout)
+    after, opt_after = to_shards(after[: len(leaves)]), after[len(leaves) :]
+    opt_after = jax.tree.leaves(layout.stored(treedef.unflatten(opt_after), tx=tx))
+    if when is not None:
+        after, opt_after = jax.tree.map(
+            lambda new, old: jnp.where(when, new, old), (after, opt_after), (before, opt_before)
+        )
+    copies = [x for x, leaf in zip(after, leaves, strict=True) if leaf.has_master]
+    trained = [x.astype(leaf.dtype) for x, leaf in zip(after, leaves, strict=True)]
     if layout.stage.params == "replicated" and side == "sharded":
         trained = gather_params(layout, trained)
-    params = place(combine(layout.trainable_treedef.unflatten(trained), rest), layout.param_specs)
-    opt_state = place(layout.stored(opt_state, tx=tx), layout.opt_specs(tx))
-    return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
+    rest = partition(state.params, layout)[1]
+    return replace(
+        state,
+        params=place(combine(layout.trainable_treedef.unflatten(trained), rest), layout.param_specs),
+        opt_state=place(treedef.unflatten(opt_after), layout.opt_specs(tx)),
+        master=place(layout.masters[0].unflatten(copies), layout.master_specs),
+        step=state.step + (1 if when is None else when.astype(state.step.dtype)),
+    )
+
+
+def _rounded(arrays, dtypes, step, layout):
+    """What the optimizer made, in the dtypes that are stored; the bits for rounding at random depend on the step."""
+    key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
+    keys = [jax.random.fold_in(key, i) if layout.precision.stochastic_rounding else None for i in range(len(arrays))]
+    return [
+        x if x.dtype == dtype else rounded(x, dtype, key) for x, dtype, key in zip(arrays, dtypes, keys, strict=True)
+    ]
 
 
 def _check_update(updates, opt_state, tx, layout):
@@ -76,29 +108,40 @@ def _check_update(updates, opt_state, tx, layout):
             f"give tx an init that makes all of its state."
         )
     for x, leaf in zip(jax.tree.leaves(opt_state), leaves, strict=True):
-        if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+        if (x.shape, x.dtype) != (leaf.shape, leaf.dtypes.update):
             raise ValueError(
                 f"tx.update made {x.dtype}{x.shape} of the state leaf {leaf.path}, which tx.init made as "
-                f"{leaf.dtype}{leaf.shape}, so that the next step could not take it. Use params of another dtype, or "
-                f"another optimizer."
+                f"{leaf.dtypes.update}{leaf.shape}, so that the next step could not take it. Use params of another "
+                f"dtype, or another optimizer."
             )
 
 
 def apply_gradients(
-    state: TrainState, grads: Any, tx: optax.GradientTransformation, layout: Layout, **extra: Any
+    state: TrainState,
+    grads: Any,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    when: Any = None,
+    **extra: Any,
 ) -> TrainState:
     """One optimizer update, in the global view, so that norms and means inside of `tx` are those of the whole leaves.
 
     Runs outside of any shard_map: `tx` sees global arrays with logical shapes, and each device updates the part whose
     optimizer state it holds. At stages 1 and 2 the new params are then gathered explicitly: all-gather, M elements
-    for M params that are cut. Reductions inside of `tx` (a norm, Adafactor's means) are added by the partitioner. Works
-    inside and outside of `jax.jit`; nothing is donated.
+    for M params that are cut, in the dtype that they are stored in. Reductions inside of `tx` (a norm, Adafactor's
+    means) are added by the partitioner. Works inside and outside of `jax.jit`; nothing is donated.
+
+    With a `precision` the master copy is updated where there is one, and the param made from it; and `tx` sees params
+    and moments in float32 or wider, whatever they are stored in.
 
     Args:
         state: The state before, placed as by `init`.
         grads: From `value_and_grad`, placed as `layout.grad_specs`; padded leaves may come in logical shapes too.
         tx: The optax optimizer that `state` was made with.
         layout: The layout that `state` was made with.
+        when: A bool scalar, whether to update at all. Where it is False, the state comes back as it was, bit for bit,
+            `step` included. None: always.
         **extra: What `tx.update` needs beside gradients: `value=`, `grad=` (the gradients once more), `value_fn=`. A
             function is compiled in: pass the same one in each step, not a new lambda.
 
@@ -115,8 +158,13 @@ def apply_gradients(
         Array(0.5, dtype=float32)
     """
     check_state(state, tx, layout)
-    leaves, side = layout.trainable, layout.stage.grads
-    check_tree("grads", grads, layout, layout.trainable_treedef, leaves, side, logical=True)
+    came = [x.dtype for x in jax.tree.leaves(grads) if hasattr(x, "dtype")]
+    plain, unscaled = (
+        tuple(replace(leaf, dtype=leaf.grad_dtype(scaled=scaled)) for leaf in layout.trainable)
+        for scaled in (False, True)
+    )
+    leaves = unscaled if came == [leaf.dtype for leaf in unscaled] else plain
+    check_tree("grads", grads, layout, layout.trainable_treedef, leaves, layout.stage.grads, logical=True)
     functions = tuple((name, x) for name, x in extra.items() if callable(x))
     values = {name: x for name, x in extra.items() if not callable(x)}
-    return _update(state, grads, tx, layout, functions, values)
+    return _update(state, grads, tx, layout, functions, values, when)

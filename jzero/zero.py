@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jzero.check import check_structure, warn_shared
+from jzero.dtypes import dtypes_of
 from jzero.layout import Layout
 from jzero.mesh import platform_of
-from jzero.rules import MIN_SHARD_SIZE, Model, axes_of, is_plain, place
+from jzero.precision import Precision, as_precision
+from jzero.rules import MIN_SHARD_SIZE, Leaf, Model, axes_of, is_plain, place
 from jzero.stage import Stage, as_stage
 
 
@@ -33,6 +35,7 @@ def zero(
     trainable: Any | Callable[[str, Any], bool] | None = None,
     regather: bool | Sequence[tuple[str, bool]] = True,
     ahead: bool | None = None,
+    precision: str | Precision | None = None,
 ) -> Layout:
     """Decides where params, gradients and optimizer state live, at a ZeRO stage on a mesh.
 
@@ -64,15 +67,18 @@ def zero(
             and the same numbers, for the memory of one more gathered block and one block's whole gradients. With remat
             or without; loops of one or two blocks stay as they are. None: on GPUs only, where collectives run beside
             matmuls.
+        precision: In which dtypes params are stored, used, reduced and updated: a `Precision`, or "bf16" or "fp16"
+            (that dtype for the loss, float32 master weights), "fp32" (all of it), "bf16-pure" (all stored in bfloat16,
+            rounded at random). None: as the params, the loss and the optimizer have it.
 
     Returns:
         The `Layout`.
 
     Raises:
         ValueError: An unknown stage; an axis that the mesh lacks or that is named twice; a mesh axis that is not
-            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` or a pattern of `regather` or `rules` that
-            matches nothing, or a mask of another structure; two rules for one leaf; a rule that names a data axis, more
-            dims than the leaf has, or a dim that does not divide.
+            `Auto`; a negative `min_shard_size`; no array leaf; `trainable` or a pattern of `regather`, `rules` or the
+            precision's `exempt` that matches nothing, or a mask of another structure; two rules for one leaf; a rule
+            that names a data axis, more dims than the leaf has, or a dim that does not divide; an unknown precision.
         TypeError: An option of another type; a leaf that is no array; `trainable` names a leaf whose dtype cannot be
             trained.
 
@@ -115,9 +121,10 @@ def zero(
                 f"ShapeDtypeStructs; register your own containers with jax.tree_util.register_dataclass."
             )
     warn_shared("params", params)
-    shards = math.prod(mesh.shape[axis] for axis in data_axes)
+    shards, precision = math.prod(mesh.shape[axis] for axis in data_axes), as_precision(precision)
+    _check_matches("the precision's exempt", precision.exempt, named)
     leaves = tuple(
-        replace(
+        _in_dtypes(
             place(
                 _name(path),
                 leaf,
@@ -128,7 +135,9 @@ def zero(
                 model=model,
                 sizes=mesh.shape,
             ),
-            regather=again,
+            precision,
+            stage,
+            again,
         )
         for (path, leaf), model, trained, again in zip(
             named,
@@ -139,7 +148,12 @@ def zero(
         )
     )
     early = platform_of(mesh) == "gpu" if ahead is None else ahead
-    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early)
+    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early, precision)
+
+
+def _in_dtypes(leaf: Leaf, precision: Precision, stage: Stage, regather: bool) -> Leaf:
+    stored, others = dtypes_of(precision, stage, leaf.path, leaf.dtype, trainable=leaf.trainable)
+    return replace(leaf, dtype=stored, dtypes=others, regather=regather)
 
 
 def _name(path) -> str:

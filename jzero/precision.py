@@ -1,0 +1,161 @@
+"""`Precision`: in which dtypes params are stored, used, reduced, accumulated and updated."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_map_with_path
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a training run: mixed precision (Micikevicius et al. 2018, arXiv:1710.03740), or one for all.
+
+    `Precision()` is what `zero(..., precision="bf16")` stands for. Dtypes are names ("bfloat16") or dtypes. None leaves
+    each as the model and the optimizer have it.
+
+    Attributes:
+        master: Dtype of the weights that the optimizer moves on. Where the loss is given another one, they are a copy
+            of their own, placed as the optimizer state; where params are sharded (stage 3) they are the params
+            themselves, and each shard is cast before it is gathered. None: there is no such copy.
+        compute: Dtype in which the loss gets its params, and in which they are gathered. Leaves that are no floats of
+            16 bits or more stay as they are.
+        reduce: Dtype in which gradients are reduced; None: that of the gradient where it is born.
+        accumulate: Dtype of the reduced gradients, and in which those of microbatches are summed; None: the gradients
+            have the compute dtype, and are summed in float32 or wider.
+        moments: Dtype in which optimizer state with the shape of a param is stored; the optimizer still computes in
+            that of the master weights, in at least float32. None: as the optimizer makes it, and without master weights
+            no wider than the params.
+        exempt: Shell patterns on paths; leaves that one matches (norms, routers) reach the loss in their own dtype.
+        divide: Whether gradients are divided by the number of devices and microbatches "before" they are reduced or
+            "after". None: before in float16, whose sums overflow; else after, where a shard takes a fraction of the
+            time.
+        stochastic_rounding: Whether bfloat16 state is rounded up or down at random, as near as each is, so that updates
+            smaller than half its last bit are not lost (Gupta et al. 2015, arXiv:1502.02551). The bits depend on the
+            step and on nothing else.
+        cast_batch: Shell patterns on paths of the batch, such as "*": floating leaves that one matches are cast to the
+            compute dtype. A float32 input that is not makes float32 of the params that it meets; a mask or a target is
+            better left alone. None: no leaf is cast, and a warning names those that are wider than the params.
+
+    Raises:
+        ValueError: An unknown dtype; float64 without JAX's x64 mode; `compute` or `moments` wider than `master`;
+            stochastic rounding where nothing is stored in bfloat16.
+        TypeError: `exempt` or `cast_batch` is no list of patterns, or `stochastic_rounding` no bool.
+
+    Example:
+        >>> Precision(exempt=("*norm*",)).compute
+        dtype(bfloat16)
+    """
+
+    master: Any = "float32"
+    compute: Any = "bfloat16"
+    reduce: Any = "float32"
+    accumulate: Any = "float32"
+    moments: Any = None
+    exempt: Sequence[str] = ()
+    divide: Literal["before", "after"] | None = None
+    stochastic_rounding: bool = False
+    cast_batch: Sequence[str] | None = None
+
+    def __post_init__(self):
+        for name in ("master", "compute", "reduce", "accumulate", "moments"):
+            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
+        for name in ("exempt", "cast_batch"):
+            patterns = getattr(self, name)
+            if patterns is None and name == "cast_batch":
+                continue
+            if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise TypeError(f"Precision: {name}={patterns!r}; wanted a list of path patterns, such as ('*norm*',).")
+            object.__setattr__(self, name, tuple(patterns))
+        if self.divide not in ("before", "after", None):
+            raise ValueError(f"Precision: divide={self.divide!r}; wanted 'before', 'after' or None.")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise TypeError(f"Precision: stochastic_rounding={self.stochastic_rounding!r}; wanted True or False.")
+        owner = "compute" if self.master is None else "master"
+        for name in ("compute", "moments"):
+            dtype, widest = getattr(self, name), getattr(self, owner)
+            if dtype is not None and widest is not None and dtype.itemsize > widest.itemsize:
+                raise ValueError(
+                    f"Precision: {name}={dtype} is wider than {owner}={widest}, which it is made from or updates; make "
+                    f"{owner} as wide, or {name} narrower."
+                )
+        if self.stochastic_rounding and "bfloat16" not in (getattr(self, owner), self.moments):
+            raise ValueError(
+                f"Precision: stochastic_rounding=True, but neither {owner}={getattr(self, owner)} nor "
+                f"moments={self.moments} is bfloat16, which is what it rounds to. Leave it out."
+            )
+
+    def sum_dtype(self, dtype: Any) -> Any:
+        """In which dtype gradients of this dtype are summed over microbatches."""
+        if self.accumulate is None or not jnp.issubdtype(dtype, jnp.floating):
+            return jnp.promote_types(dtype, jnp.float32)
+        return self.accumulate
+
+    def to_compute(self, batch: Any) -> Any:
+        """The batch with what `cast_batch` matches in the compute dtype. Warns of wider leaves where it is None."""
+
+        def cast(path, x):
+            if self.compute is None or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                return x
+            name = keystr(path, simple=True, separator="/")
+            if any(fnmatchcase(name, pattern) for pattern in self.cast_batch or ()):
+                return x.astype(self.compute)
+            if self.cast_batch is None and jnp.result_type(x).itemsize > self.compute.itemsize:
+                warnings.warn(
+                    f"batch{keystr(path)} is {jnp.result_type(x)}, and where it meets params in {self.compute} JAX "
+                    f"computes in {jnp.promote_types(jnp.result_type(x), self.compute)}. To cast it, pass "
+                    f"jzero.Precision(..., cast_batch=({name or '*'!r},)); if it is meant to be so, cast_batch=().",
+                    stacklevel=4,
+                )
+            return x
+
+        return tree_map_with_path(cast, batch)
+
+    def divides_before(self, wire: Any) -> bool:
+        """Whether a gradient that is reduced in the dtype `wire` is divided before."""
+        return wire == jnp.float16 if self.divide is None else self.divide == "before"
+
+
+def _dtype(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if str(dtype) not in DTYPES:
+        raise ValueError(f"Precision: {name}={value!r} is no dtype to train in; wanted one of {', '.join(DTYPES)}.")
+    if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"Precision: {name}=float64, which JAX would make float32; set jax.config.update('jax_enable_x64', True)."
+        )
+    return dtype
+
+
+AS_IT_IS = Precision(master=None, compute=None, reduce=None, accumulate=None)
+"""Dtypes as the model and the optimizer have them."""
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(master=None, compute="float32"),
+    "bf16": Precision(),
+    "fp16": Precision(compute="float16"),
+    "bf16-pure": Precision(master=None, moments="bfloat16", stochastic_rounding=True),
+}
+"""What short names stand for."""
+
+
+def as_precision(precision: str | Precision | None) -> Precision:
+    """The `Precision` that a short name stands for; None is as the model has it, and a `Precision` stays."""
+    if precision is None:
+        return AS_IT_IS
+    if isinstance(precision, Precision):
+        return precision
+    if isinstance(precision, str) and precision in PRECISIONS:
+        return PRECISIONS[precision]
+    raise ValueError(f"precision={precision!r}; wanted one of {', '.join(PRECISIONS)}, or a jzero.Precision.")
