@@ -100,7 +100,7 @@ def test_without_waiting_it_raises_one_step_late_and_the_state_is_that_of_the_la
     assert int(state.step) == 4
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_raise_says_what_came_and_leaves_the_state_as_it_was(precision):
     layout, step = make_step(PRECISIONS[precision], nonfinite="raise")
     state, _ = run(step, layout, make_state(layout), "..")
@@ -144,7 +144,7 @@ def running_mean(norms, spike, nonfinite="skip"):
 NORMS = [np.nan, 1.0, 1.5, 0.25, 4.0, 1.0, np.inf, 1.99, 2.05, 0.01, 1e6, 1.2]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_norm_far_above_its_running_mean_is_skipped(stage):
     layout = jzero.zero({"w": jnp.ones(16)}, stage=stage, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
     # The gradient is the mean of the batch in each of 16 places, so its norm is 4 times that.

@@ -29,7 +29,6 @@ CASES = [
     (1, "2x2 model 2", 2),
     (2, "3", 1),
     (3, "2x4", 4),
-    (3, "4 model 2", 2),
 ]
 MORE = [(stage, mesh, 2) for stage in range(4) for mesh in MESHES if (stage, mesh, 2) not in CASES]
 SCALES = np.linspace(0.5, 2.0, 96)  # one for each example

@@ -62,7 +62,7 @@ def test_500_steps_with_master_weights_end_within_one_percent_of_float32(precisi
     print(f"{precision}: {loss:.4f}, fp32: {wanted:.4f}, {skips} skipped, scales {sorted(scales)}")
     assert abs(loss / wanted - 1) < 0.01
     if precision == "fp16":
-        assert len(scales) > 4
+        assert len(scales) > 2, "a scale that stays tests nothing of the rule"
         assert 0 < skips < 25
 
 
