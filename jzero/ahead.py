@@ -44,7 +44,8 @@ def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]
 
     def evaluate(carry, step, wholes):
         """One block: the carry, gradients to be reduced, and the other outputs."""
-        carry, ys, new = body(carry, *take((values, body.kept), step), wholes, length, lazy=True)
+        own, kept = take((values, body.kept), step)
+        carry, ys, new = body(carry, own, kept, wholes, length, lazy=True)
         late = [isinstance(y, Pending) for y, _ in body.ends]
         others = [None if put_off else y for y, put_off in zip(ys, late, strict=True)]
         return carry, [y for y, put_off in zip(ys, late, strict=True) if put_off], (others, new)
