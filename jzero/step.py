@@ -187,17 +187,18 @@ def train_step(
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
         finite = jnp.isfinite(norm)
-        take, skipped = guard.judge(norm, state.skipped)
-        exhausted = None
+        take = exhausted = None
+        if not guard.is_off:
+            take, skipped = guard.judge(norm, state.skipped)
+            state = replace(state, skipped=skipped)
         if scaling is not None:
             exhausted = scaling.is_exhausted(state.loss_scale, finite)
             state = replace(state, loss_scale=scaling.update(state.loss_scale, finite))
         if with_model_state:
-            if not guard.is_off:
+            if take is not None:
                 model_state = jax.tree.map(lambda new, old: jnp.where(take, new, old), model_state, before)
             state = replace(state, model_state=model_state)
-        state = apply_gradients(state, grads, tx, layout, when=None if guard.is_off else take)
-        state = replace(state, skipped=skipped)
+        state = apply_gradients(state, grads, tx, layout, when=take)
 
         metrics = {
             "loss": loss,
@@ -205,8 +206,8 @@ def train_step(
             "clipped_norm": norm * factor,
             "clipped": factor < 1,
             "loss_scale": jnp.float32(1) if scale is None else scale,
-            "skipped": ~take,
-            "skipped_in_a_row": skipped.in_a_row,
+            "skipped": jnp.zeros((), bool) if take is None else ~take,
+            "skipped_in_a_row": jnp.int32(0) if take is None else state.skipped.in_a_row,
             "step": state.step,
         }
         metrics |= ({"grad_norms": norms} if norms else {}) | _learning_rate(state) | ({"aux": aux} if has_aux else {})
@@ -214,6 +215,8 @@ def train_step(
 
     def check(state):
         check_state(state, tx=tx, layout=layout)
+        if state.skipped is None and not guard.is_off:
+            raise ValueError("state.skipped is None, where skipped steps are counted; make the state with jzero.init.")
         if (scaling is None) != (state.loss_scale is None):
             have, want = ("none", "one") if state.loss_scale is None else ("one", "none")
             raise ValueError(
