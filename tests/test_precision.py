@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 
 import jzero
 from jzero import Precision, memory
-from tests.precision_model import MESHES, elements_per_model_shard, init_params, loss_fn, make_batch, make_layout
+from tests.precision_model import MESHES, elements_per_model_shard, init_params, make_batch, make_layout
 
 ADAM = optax.adam(1e-2)
 COUNTERS = 20  # bytes of the step, of what is counted of skipped steps and of Adam's own count
@@ -29,8 +30,9 @@ CASES = list(itertools.product(PRESETS, range(4), MESHES))
 
 
 def by_default(preset, stage, axes):
-    """All presets and stages on one mesh; on the others each preset and each stage once."""
-    return axes == MESHES[0] or PRESETS.index(preset) == (stage + len(axes) + ("model" in axes)) % 4
+    """On one mesh each preset at three stages, and on the others at one."""
+    turn = (PRESETS.index(preset) - stage - len(axes) - ("model" in axes)) % 4
+    return turn > 0 and stage != 2 if axes == MESHES[0] else turn == 0
 
 
 def marked(cases):
@@ -176,11 +178,13 @@ def test_frozen_leaves_come_back_from_master_params_as_they_were_given(stage):
 
 
 def with_padding():
-    return init_params() | {"odd": jnp.sin(jnp.arange(35.0)).reshape(7, 5)}
+    shapes = {"table": (64, 16), "w": (16, 32), "odd": (7, 5)}
+    return {path: jnp.sin(jnp.arange(math.prod(shape)) ** 1.5).reshape(shape) for path, shape in shapes.items()}
 
 
 def loss_with_padding(params, batch):
-    return loss_fn(params, batch) + jnp.mean(params["odd"].astype(jnp.float32) ** 2)
+    x = params["table"][batch["tokens"]] @ params["w"]
+    return jnp.mean(jnp.tanh(x).astype(jnp.float32) * batch["next"][..., None]) + jnp.mean(params["odd"] ** 2)
 
 
 @functools.cache
@@ -201,7 +205,7 @@ def test_master_params_are_the_same_float32_tree_at_every_stage(stage):
     for x, y, abstract in zip(*map(jax.tree.leaves, (master, inside, jax.eval_shape(with_padding))), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype) == (abstract.shape, jnp.float32)
         np.testing.assert_array_equal(x, y)
-    assert len({float(x) for x in jax.tree.leaves(master)[0].reshape(-1)[:50]}) > 40, "more than bfloat16 tells apart"
+    assert all((x != x.astype(jnp.bfloat16)).any() for x in jax.tree.leaves(master)), "more than bfloat16 holds"
     first = jzero.master_params(*reversed(after_three_steps(1)), replicate=True)
     for x, y in zip(jax.tree.leaves(master), jax.tree.leaves(first), strict=True):
         if stage:

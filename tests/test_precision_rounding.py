@@ -141,7 +141,7 @@ def bits(x):
 def test_the_same_bits_at_every_stage_on_every_mesh_and_in_every_run():
     tx = optax.adam(1e-3)
     shape = (64, 33)  # on 7 devices stored padded to 35
-    places = [(0, {"data": 1}), (1, EIGHT), (2, REPLICAS), (3, EIGHT), (3, EIGHT), (3, {"data": 7}), (3, MODEL)]
+    places = [(0, {"data": 1}), (1, EIGHT), (2, REPLICAS), (3, {"data": 7}), (3, MODEL), (3, MODEL)]
     states = [run("bf16-pure", 4, 0.3, tx, stage, axes, shape) for stage, axes in places]
     first = states[0]
     assert len(set(np.asarray(first.params["w"], np.float32).ravel())) > 1
@@ -164,10 +164,10 @@ def test_each_step_and_each_leaf_has_bits_of_its_own():
         assert 0.45 < (up[one] == up[other]).mean() < 0.55
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rounding_adds_no_collective_and_makes_its_bits_shard_by_shard(stage):
     """The compiled update on 8 devices: at stage 3 no array in it is larger than a shard."""
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((256, 512), "float32") for i in range(3)}
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((256, 512), "float32") for i in range(2)}
     layouts = [make_layout(stage, precision, params=shapes) for precision in (NEAREST, "bf16-pure")]
     programs = [lower_update(optax.adam(1e-3), layout) for layout in layouts]
     nearest, stochastic = (program.compile() for program in programs)
