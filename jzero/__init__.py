@@ -1,6 +1,6 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
-from jzero import audit, memory
+from jzero import audit, bandwidth, memory
 from jzero.explain import explain
 from jzero.grad import value_and_grad
 from jzero.layout import Layout
@@ -28,6 +28,7 @@ __all__ = [
     "Weighted",
     "apply_gradients",
     "audit",
+    "bandwidth",
     "combine",
     "compiler_options",
     "explain",

@@ -27,10 +27,10 @@ class Row:
         path: Where it is in the tree of params, as in "blocks/0/kernel".
         shape: Its shape, as the loss sees it.
         stored_shape: Its shape as it is stored.
-        dtype: Its dtype.
-        params: PartitionSpec of the param; None for a leaf of optimizer state.
+        dtype: The dtype that it is stored in.
+        params: PartitionSpec of the param; None for a master copy or a leaf of optimizer state.
         grads: PartitionSpec of its gradient; None if it has none.
-        opt_state: PartitionSpec of a leaf of optimizer state with its shape; None if it has none.
+        opt_state: PartitionSpec of its master copy and of optimizer state with its shape; None if it has none.
         bytes_per_device: Bytes of the leaf on one device.
         reason: Why it is not placed as the stage asks, or padded; empty if it is placed and shaped as asked.
         gathers: Where a loss gathers it, in the order of the program; None unless a loss was given.
@@ -121,7 +121,8 @@ def explain(
         has_aux: As for `value_and_grad`.
         key: A random key, if the loss takes `key=`.
         model_state: Model state, if the loss takes `model_state=`.
-        tx: With an optimizer, rows for each leaf of its state follow, with paths that begin with "opt_state/".
+        tx: With an optimizer, rows for the master copies and for each leaf of its state follow, with paths that begin
+            with "master/" and "opt_state/".
 
     Returns:
         `Row`s in tree order; `print` shows them as a table.
@@ -167,6 +168,6 @@ def explain(
 
     rows = [row(leaf, stage.params, leaf.path, True, leaf.trainable, leaf.trainable) for leaf in layout.leaves]
     if tx is not None:
-        _, leaves = layout.opt_leaves(tx)
-        rows += [row(leaf, stage.opt_state, f"opt_state/{leaf.path}", False, False, True) for leaf in leaves]
+        for tree, (_, leaves) in (("master", layout.masters), ("opt_state", layout.opt_leaves(tx))):
+            rows += [row(leaf, stage.opt_state, f"{tree}/{leaf.path}", False, False, True) for leaf in leaves]
     return Explanation(rows)

@@ -280,6 +280,26 @@ class Layout:
 
         return self._map("tree", tree, tx, unpadded)
 
+    def computed(self, params: Any, *, replicate: bool = False) -> Any:
+        """The params as the loss gets them: logical shapes, and the dtype that the precision computes in.
+
+        For evaluation and inference, from params that are stored in another dtype or padded. Otherwise as `logical`.
+
+        Args:
+            params: `state.params`.
+            replicate: As for `logical`.
+
+        Example:
+            >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1), precision="bf16")
+            >>> layout.computed({"w": jnp.ones(8)})["w"].dtype
+            dtype(bfloat16)
+        """
+
+        def cast(path, x, leaf):
+            return x if x.dtype == leaf.dtypes.compute else x.astype(leaf.dtypes.compute)
+
+        return self._map("params", self.logical(params, replicate=replicate), None, cast)
+
     def stored(self, tree: Any, *, tx: optax.GradientTransformation | None = None) -> Any:
         """The tree with the shapes that a `TrainState` of this layout holds, the inverse of `logical`.
 

@@ -379,7 +379,7 @@ def test_compare_stages_against_one_device(folder, tmp_path, capsys):
     options = [*TINY, "--data", str(folder), "--steps", "3", "--clip", "0", *mesh]
     assert main([*options, "--compare-stages", "--out", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Losses agree to six digits" in said and "reduce-scatter" in said and "4P + 8P/N" in said
+    assert "Losses agree to 6 digits" in said and "reduce-scatter" in said and "4P + 8P/N" in said
 
     stages = rows_of(out, "stage")
     assert [row["stage"] for row in stages] == [0, 1, 2, 3]

@@ -3,14 +3,15 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from experiments.gpt import data, devices, report
 from experiments.gpt.compare import compare
-from experiments.gpt.config import Config, parse_mesh
+from experiments.gpt.config import Config, parse_loss_scale, parse_mesh
 from experiments.gpt.job import build
 from experiments.gpt.ngram import ByteTrigrams
 from experiments.gpt.record import Record
@@ -31,6 +32,7 @@ examples:
   python -m experiments.gpt --stage 1 --devices 4      another stage, on four devices
   python -m experiments.gpt --mesh replica=2,data=4    hybrid sharding: sharded in groups of 4, repeated over 2
   python -m experiments.gpt --mesh data=4,model=2      tensor parallelism within pairs, beside the stage
+  python -m experiments.gpt --precision bf16           float32 master weights, all else in bfloat16
   python -m experiments.gpt --data ~/my/notes          your own text: a file, or every text file of a folder
   JAX_PLATFORMS=cpu python -m experiments.gpt          simulated devices, even where there are accelerators"""
 
@@ -53,10 +55,20 @@ def parser() -> argparse.ArgumentParser:
     text = "ZeRO stage: 0 nothing sharded; 1, 2 gradients and optimizer state; 3 params as well"
     option(group, int, "stage", text, choices=range(4), metavar="0..3")
     text = "size of each mesh axis: 'data', perhaps 'replica' or 'model'; -1 takes what is left (default: data=-1)"
-    group.add_argument("--mesh", type=_mesh, default=Config.mesh, metavar="AXES", help=text)
+    group.add_argument("--mesh", type=_parsed(parse_mesh), default=Config.mesh, metavar="AXES", help=text)
     text = "how many devices (default: what --mesh needs, else all accelerators, or 8 simulated ones)"
     option(group, int, "devices", text, help=text)
     option(group, int, "min_shard_size", "leaves with fewer elements stay whole on every device")
+
+    group = parser.add_argument_group("precision")
+    text = (
+        f"fp32; bf16 or fp16 with float32 master weights; bf16-pure, all stored in bfloat16 "
+        f"(default: {Config.precision}; slow on CPUs, but for fp32)"
+    )
+    precisions = ("fp32", "bf16", "fp16", "bf16-pure")
+    group.add_argument("--precision", choices=precisions, default=Config.precision, help=text)
+    text = "a number, 'dynamic', or 0 for none (default: dynamic for fp16, else none)"
+    group.add_argument("--loss-scale", type=_parsed(parse_loss_scale), metavar="X", help=text)
 
     group = parser.add_argument_group("model")
     option(group, int, "layers", "transformer blocks")
@@ -124,11 +136,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return train(config, job, text, yardstick, record, console)
 
 
-def _mesh(text: str) -> tuple[tuple[str, int], ...]:
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The parser of an option, whose message argparse then shows."""
+
+    def parsed(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
 def _new_folder() -> Path:

@@ -1,6 +1,7 @@
 """The same few steps at stages 0 to 3, side by side."""
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -18,8 +19,8 @@ from experiments.gpt.job import Job, build
 from experiments.gpt.record import Record
 from experiments.gpt.train import batch_of
 
-AGREE = 1e-6
-"""Largest relative difference of losses that agree to six digits."""
+DIGITS = {"fp32": 6, "bf16": 3, "fp16": 3, "bf16-pure": 3}
+"""To how many digits losses have to agree, by precision."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Trial:
         job: What was run.
         losses: Loss of each step.
         params_bytes: Bytes per device of the params, on live arrays after the last step.
+        master_bytes: The same of the master weights; 0 if there are none.
         opt_bytes: The same of the optimizer state.
         temp_bytes: Bytes per device that the compiled step needs beside its arguments and results; None where the
             backend does not say.
@@ -41,6 +43,7 @@ class Trial:
     job: Job
     losses: tuple[float, ...]
     params_bytes: int
+    master_bytes: int
     opt_bytes: int
     temp_bytes: int | None
     lowered: tuple[jzero.audit.Collective, ...]
@@ -66,6 +69,7 @@ def trial(config: Config, mesh: Mesh, text: Text) -> Trial:
         job,
         tuple(losses),
         report.most_bytes(state.params),
+        report.most_bytes(state.master),
         report.most_bytes(state.opt_state),
         memory.temp_size_in_bytes if memory else None,
         jzero.audit.collectives(lowered, mesh),
@@ -78,7 +82,7 @@ def compare(config: Config, mesh: Mesh, text: Text, record: Record, console: Con
     """Runs a trial at each stage and prints them side by side.
 
     Returns:
-        An exit code: 0 if the losses agree to six digits, else 1.
+        An exit code: 0 if the losses agree to as many digits as the precision has, else 1.
     """
     trials = []
     for stage in range(len(jzero.STAGES)):
@@ -91,15 +95,16 @@ def compare(config: Config, mesh: Mesh, text: Text, record: Record, console: Con
     )
     console.print(
         f"Collectives of one step: bytes of the whole arrays that are gathered, scattered or reduced, in how many "
-        f"collectives, over which mesh axes, and the bytes in models' worth (M is "
-        f"{filesize.decimal(4 * trials[0].job.n_params)}). 'Written by jzero' reads the program as it is lowered; 'as "
+        f"collectives, over which mesh axes, and the elements in models' worth (M is "
+        f"{trials[0].job.n_params:,}). 'Written by jzero' reads the program as it is lowered; 'as "
         f"compiled' what XLA makes of it, with what the norm and the optimizer add."
     )
     apart = max(_apart(trials[0].losses, other.losses) for other in trials[1:])
-    if apart <= AGREE:
-        console.print(f"Losses agree to six digits at all stages (largest relative difference {apart:.1e}).")
+    digits = DIGITS[config.precision]
+    if apart <= 10.0**-digits:
+        console.print(f"Losses agree to {digits} digits at all stages (largest relative difference {apart:.1e}).")
         return 0
-    console.print(f"[red]Losses differ between stages[/] by {apart:.1e} (relative); wanted at most {AGREE:.0e}.")
+    console.print(f"[red]Losses differ between stages[/] by {apart:.1e} (relative); wanted at most 1e-{digits}.")
     return 1
 
 
@@ -108,7 +113,7 @@ def _apart(some: Iterable[float], others: Iterable[float]) -> float:
 
 
 def _table(config: Config, trials: list[Trial]) -> Table:
-    model = 4 * trials[0].job.n_params
+    model = trials[0].job.n_params
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title=f"{config.steps} steps at stages 0 to 3", title_justify="left"
     )
@@ -128,10 +133,12 @@ def _table(config: Config, trials: list[Trial]) -> Table:
     heading("stored bytes")
     row(" params", [f"{t.params_bytes:,}" for t in trials])
     row(" optimizer", [f"{t.opt_bytes:,}" for t in trials])
-    row(" both", [f"{t.params_bytes + t.opt_bytes:,}" for t in trials])
+    if any(t.master_bytes for t in trials):
+        row(" master", [f"{t.master_bytes:,}" for t in trials])
+    row(" all", [f"{t.params_bytes + t.master_bytes + t.opt_bytes:,}" for t in trials])
     if config.optimizer == "adamw":
-        row(" formula", [f"{report.formula_bytes(t.job):,.0f}" for t in trials])
-        row("", report.FORMULAS)
+        row(" formula", [f"{report.formula_bytes(config, t.job):,.0f}" for t in trials])
+        row("", report.FORMULAS[config.precision])
     heading("a step")
     row(" temp bytes", ["?" if t.temp_bytes is None else f"{t.temp_bytes:,}" for t in trials])
     row(" seconds", [f"{t.seconds:.2f}" for t in trials])
@@ -142,24 +149,25 @@ def _table(config: Config, trials: list[Trial]) -> Table:
         heading(title)
         totals = [by_kind(view) for view in views]
         for kind, axes in sorted(set().union(*totals)):
-            found = [total.get((kind, axes), (0, 0)) for total in totals]
-            row(f" {kind}", [f"{filesize.decimal(size)} in {count}" if count else "-" for count, size in found])
-            row(f"  {', '.join(axes) or '?'}", [f"{size / model:.2f}M" if size else "" for _, size in found])
+            found = [total.get((kind, axes), (0, 0, 0)) for total in totals]
+            row(f" {kind}", [f"{filesize.decimal(size)} in {count}" if count else "-" for count, size, _ in found])
+            row(f"  {', '.join(axes) or '?'}", [f"{n / model:.2f}M" if n else "" for _, _, n in found])
     return table
 
 
-def by_kind(rows: Iterable[jzero.audit.Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-    """Count and bytes per step of each kind of collective over the same axes."""
-    counts, sizes = Counter(), Counter()
+def by_kind(rows: Iterable[jzero.audit.Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, int]]:
+    """Count, bytes and elements per step of each kind of collective over the same axes."""
+    counts, sizes, elements = Counter(), Counter(), Counter()
     for row in rows:
         counts[row.kind, row.axes] += row.count
         sizes[row.kind, row.axes] += row.bytes
-    return {key: (counts[key], sizes[key]) for key in counts}
+        elements[row.kind, row.axes] += math.prod(row.shape) * row.count
+    return {key: (counts[key], sizes[key], elements[key]) for key in counts}
 
 
 def _plain(found: Trial) -> dict:
     """The trial as JSON can hold it."""
-    keys = ("losses", "params_bytes", "opt_bytes", "temp_bytes", "seconds")
+    keys = ("losses", "params_bytes", "master_bytes", "opt_bytes", "temp_bytes", "seconds")
     return {key: getattr(found, key) for key in keys} | {
         name: [dataclasses.asdict(row) | {"bytes": row.bytes} for row in rows]
         for name, rows in (("lowered", found.lowered), ("compiled", found.compiled))

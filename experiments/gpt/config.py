@@ -1,7 +1,11 @@
 """Every option of a run and its default, and the checks that need nothing but the options."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+import jzero
+
+Precision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,8 @@ class Config:
         mesh: Size of each mesh axis by name, in order; -1 takes the devices that are left over.
         devices: How many devices to use; None: what `mesh` needs, else all accelerators or 8 simulated devices.
         min_shard_size: Leaves with fewer elements stay whole on every device.
+        precision: Short name of the dtypes, as for `jzero.zero`.
+        loss_scale: A number; "dynamic"; 0 for none; None: dynamic for fp16, else none.
         layers: Number of transformer blocks.
         width: Size of the residual stream.
         heads: Attention heads per block.
@@ -38,6 +44,8 @@ class Config:
     mesh: tuple[tuple[str, int], ...] = (("data", -1),)
     devices: int | None = None
     min_shard_size: int = 4096
+    precision: Precision = "fp32"
+    loss_scale: float | Literal["dynamic"] | None = None
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -65,6 +73,10 @@ class Config:
         for name in ("min_shard_size", "weight_decay", "clip", "seed", "eval_every", "sample", "temperature"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{_option(name)} {getattr(self, name)}: wanted 0 or more.")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"--precision {self.precision}: wanted one of {', '.join(get_args(Precision))}.")
+        if not (self.loss_scale in ("dynamic", None) or 0 <= self.loss_scale < float("inf")):
+            raise ValueError(f"--loss-scale {self.loss_scale}: wanted a positive number, 'dynamic', or 0 for none.")
         if self.devices is not None and self.devices < 1:
             raise ValueError(f"--devices {self.devices}: wanted 1 or more.")
         if not self.lr > 0:
@@ -94,6 +106,27 @@ class Config:
     def model_shards(self) -> int:
         """Size of the model axis; 1 if the mesh has none."""
         return dict(self.mesh).get("model", 1)
+
+    @property
+    def scaling(self) -> float | jzero.DynamicLossScale | None:
+        """The loss scale as jzero takes it."""
+        if self.loss_scale == "dynamic" or (self.loss_scale is None and self.precision == "fp16"):
+            return jzero.DynamicLossScale()
+        return self.loss_scale or None
+
+
+def parse_loss_scale(text: str) -> float | Literal["dynamic"]:
+    """Reads "dynamic" or a number.
+
+    Raises:
+        ValueError: Neither.
+    """
+    if text == "dynamic":
+        return "dynamic"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a number nor 'dynamic'.") from None
 
 
 def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:

@@ -14,13 +14,14 @@ from experiments.gpt.job import Job
 def make_evaluate(job: Job, batch_size: int) -> Callable[[Any, np.ndarray], float]:
     """Makes `evaluate(params, windows) -> bits per byte`, each window's bytes after its first counting the same.
 
-    The params come as the layout stores them, at any stage, and are gathered for each batch of windows.
+    The params come as the layout stores them, at any stage, and are gathered for each batch of windows, in the dtype
+    that the loss computes in.
     """
     whole = job.layout.sharding(P())
 
     @jax.jit
     def total(params, windows, counts):
-        params = jax.lax.with_sharding_constraint(job.layout.logical(params), whole)
+        params = jax.lax.with_sharding_constraint(job.layout.computed(params), whole)
         return jnp.sum(job.loss_per_byte(params, windows) * counts[:, None])
 
     def evaluate(params: Any, windows: np.ndarray) -> float:

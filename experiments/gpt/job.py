@@ -29,6 +29,7 @@ class Job:
         tx: The optimizer.
         schedule: Learning rate by step.
         layout: Where everything lives.
+        loss_scale: The loss scale, if there is one.
         step: The training step, `(state, windows) -> (state, metrics)`.
     """
 
@@ -39,11 +40,13 @@ class Job:
     tx: optax.GradientTransformation
     schedule: optax.Schedule
     layout: jzero.Layout
+    loss_scale: float | jzero.DynamicLossScale | None
     step: jzero.TrainStep
 
     def init(self, seed: int) -> jzero.TrainState:
         """The first state."""
-        return jzero.init(self.init_params, self.tx, self.layout, jax.random.key(seed))
+        key = jax.random.key(seed)
+        return jzero.init(self.init_params, self.tx, self.layout, key, loss_scale=self.loss_scale)
 
     @property
     def n_params(self) -> int:
@@ -70,6 +73,7 @@ def build(config: Config, mesh: Mesh) -> Job:
         replica_axes=config.replica_axes,
         min_shard_size=config.min_shard_size,
         rules=RULES if "model" in mesh.axis_names else (),
+        precision=config.precision,
     )
     parts = layout.batch_shards * config.microbatches
     if config.batch_size % parts:
@@ -89,7 +93,15 @@ def build(config: Config, mesh: Mesh) -> Job:
         tx=tx,
         schedule=schedule,
         layout=layout,
-        step=jzero.train_step(loss_fn, tx, layout, microbatches=config.microbatches, clip_norm=config.clip or None),
+        loss_scale=config.scaling,
+        step=jzero.train_step(
+            loss_fn,
+            tx,
+            layout,
+            microbatches=config.microbatches,
+            clip_norm=config.clip or None,
+            loss_scale=config.scaling,
+        ),
     )
 
 

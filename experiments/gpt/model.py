@@ -69,7 +69,7 @@ def rotate(x_BTHK: jax.Array) -> jax.Array:
     """Turns pairs of channels by angles that grow with the position."""
     time, channels = x_BTHK.shape[1], x_BTHK.shape[-1]
     angle_TK = jnp.arange(time)[:, None] * 10_000.0 ** (-jnp.arange(0, channels, 2) / channels)
-    cos, sin = jnp.cos(angle_TK)[:, None], jnp.sin(angle_TK)[:, None]
+    cos, sin = (f(angle_TK)[:, None].astype(x_BTHK.dtype) for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(x_BTHK, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
@@ -82,6 +82,7 @@ def next_byte_logits(model: GPT, params: Any, bytes_BT: jax.Array) -> jax.Array:
 def loss_per_byte(model: GPT, params: Any, windows: jax.Array) -> jax.Array:
     """Cross-entropy in nats of each byte after the first of each window, (B, T + 1) to (B, T)."""
     logits_BTV = next_byte_logits(model, params, windows[:, :-1])
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))  # a sum of 256 exponentials
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, windows[:, 1:])
 
 

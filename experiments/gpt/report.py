@@ -11,7 +11,13 @@ from experiments.gpt.config import Config
 from experiments.gpt.data import Text
 from experiments.gpt.job import Job
 
-FORMULAS = ("12P", "4P + 8P/N", "4P + 8P/N", "12P/N")
+FORMULAS = {
+    "fp32": ("12P", "4P + 8P/N", "4P + 8P/N", "12P/N"),
+    "bf16": ("14P", "2P + 12P/N", "2P + 12P/N", "12P/N"),
+    "fp16": ("14P", "2P + 12P/N", "2P + 12P/N", "12P/N"),
+    "bf16-pure": ("6P", "2P + 4P/N", "2P + 4P/N", "6P/N"),
+}
+"""Bytes that Adam stores, by precision and stage."""
 
 
 def show_text(console: Console, text: Text, yardstick: float) -> None:
@@ -72,16 +78,17 @@ def show_bytes(console: Console, config: Config, job: Job, state: jzero.TrainSta
     table.add_column("by the layout", justify="right")
     for name, tree, layout_bytes in (
         ("params", state.params, planned.params),
+        *([("master weights", state.master, planned.master)] if planned.master else []),
         ("optimizer state", state.opt_state, planned.opt_state),
-        ("both", (state.params, state.opt_state), planned.total),
+        ("all", (state.params, state.master, state.opt_state), planned.total),
     ):
         table.add_row(name, f"{most_bytes(tree):,}", f"{layout_bytes:,}")
     console.print(table)
     if config.optimizer == "adamw":
-        formula = FORMULAS[config.stage]
-        ideal = formula_bytes(job)
+        formula = FORMULAS[config.precision][config.stage]
+        ideal = formula_bytes(config, job)
         console.print(
-            f"ZeRO's formula for Adam in float32: {formula} = {ideal:,.0f} with P = {model_shard(job):,} "
+            f"ZeRO's formula for Adam in {config.precision}: {formula} = {ideal:,.0f} with P = {model_shard(job):,} "
             f"{'(one model shard) ' if layout.model_axes else ''}and N = {layout.shards}; the layout is "
             f"{planned.total - ideal:,.0f} bytes off: scalars"
             + (", and leaves kept whole (see reason above)." if layout.stage.opt_state == "sharded" else ".")
@@ -90,17 +97,25 @@ def show_bytes(console: Console, config: Config, job: Job, state: jzero.TrainSta
 
 def most_bytes(tree) -> int:
     """Bytes that a tree's live arrays take on the device that holds most of them."""
-    return max(jzero.memory.live_bytes(tree).values())
+    return max(jzero.memory.live_bytes(tree).values(), default=0)
 
 
-def formula_bytes(job: Job) -> float:
-    """Bytes per device that ZeRO promises for Adam in float32."""
-    return jzero.memory.formula(job.layout.stage, params=model_shard(job), shards=job.layout.shards)
+def formula_bytes(config: Config, job: Job) -> float:
+    """Bytes per device that ZeRO promises for Adam to store."""
+    layout = job.layout
+    sizes = {"params": model_shard(job), "shards": layout.shards}
+    return jzero.memory.formula(layout.stage, precision=config.precision, **sizes).stored
 
 
 def model_shard(job: Job) -> int:
     """P: the params of one model shard; all of them without a model axis."""
-    return sum(jzero.memory.leaf_bytes(job.layout, leaf, "replicated") for leaf in job.layout.leaves) // 4
+    leaves = job.layout.leaves
+    return sum(jzero.memory.leaf_bytes(job.layout, leaf, "replicated") // leaf.dtype.itemsize for leaf in leaves)
+
+
+def scale_and_skips(state: jzero.TrainState) -> str:
+    """The loss scale of the next step, and how many steps were skipped until now."""
+    return f"scale {float(state.loss_scale.scale):g}, {int(state.skipped.total)} skipped"
 
 
 def progress_bar(console: Console) -> Progress:
@@ -112,6 +127,7 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("[bold]{task.fields[bits]:.3f}[/] bits/byte"),
         TextColumn("{task.fields[speed]:,.0f} tokens/s"),
         TextColumn("norm {task.fields[norm]:.2f}"),
+        TextColumn("{task.fields[scale]}"),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
         expand=True,

@@ -90,7 +90,7 @@ def _steps(config, job, text, state, evaluate, held_out, record, console) -> jze
     some = held_out[:: math.ceil(len(held_out) / QUICK_WINDOWS)]
     tokens, recent = config.batch_size * config.context, deque(maxlen=20)
     with report.progress_bar(console) as progress, interrupts() as interrupted:
-        bar = progress.add_task("", total=config.steps, loss=math.nan, bits=math.nan, speed=0, norm=math.nan)
+        bar = progress.add_task("", total=config.steps, loss=math.nan, bits=math.nan, speed=0, norm=math.nan, scale="")
         for step in range(config.steps):
             start = time.perf_counter()
             state, metrics = job.step(state, job.layout.put_batch(batch_of(config, text, step)))
@@ -103,6 +103,8 @@ def _steps(config, job, text, state, evaluate, held_out, record, console) -> jze
                 bits_per_byte=bits,
                 grad_norm=norm,
                 clipped=bool(metrics["clipped"]),
+                loss_scale=float(metrics["loss_scale"]),
+                skipped=bool(metrics["skipped"]),
                 lr=float(job.schedule(step)),
                 tokens_per_second=tokens / seconds,
                 seconds=seconds,
@@ -114,7 +116,8 @@ def _steps(config, job, text, state, evaluate, held_out, record, console) -> jze
             else:
                 console.print(f"Compiled, and made the first step, in {seconds:.1f} s.")
             speed = tokens * len(recent) / sum(recent) if recent else 0
-            progress.update(bar, completed=step + 1, loss=loss, bits=bits, norm=norm, speed=speed)
+            scale = report.scale_and_skips(state) if job.loss_scale else ""
+            progress.update(bar, completed=step + 1, loss=loss, bits=bits, norm=norm, speed=speed, scale=scale)
             if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
                 quick = evaluate(state.params, some)
                 record.add("validation", step=step + 1, bits_per_byte=quick, windows=len(some))
@@ -128,7 +131,7 @@ def _steps(config, job, text, state, evaluate, held_out, record, console) -> jze
 
 
 def _show_sample(config: Config, job: Job, state: jzero.TrainState, console: Console) -> None:
-    whole = jax.jit(job.layout.logical, out_shardings=job.layout.sharding(P()))(state.params)
+    whole = jax.jit(job.layout.computed, out_shardings=job.layout.sharding(P()))(state.params)
     drawn = generate(
         job.apply,
         jax.tree.map(lambda leaf: leaf.addressable_data(0), whole),
