@@ -92,6 +92,10 @@ class DynamicLossScale:
             hysteresis=jnp.where(grows | (finite & self.consecutive_hysteresis), self.hysteresis, left),
         )
 
+    def made(self, state: LossScaleState) -> bool:
+        """Whether a state is one of a dynamic loss scale."""
+        return int(state.hysteresis) > 0
+
     def is_exhausted(self, state: LossScaleState, finite: jax.Array) -> jax.Array:
         """Whether a step that found this state has overflowed where the scale can shrink no more."""
         return ~finite & (state.hysteresis <= 1) & (state.scale <= self.minimum)
@@ -120,6 +124,10 @@ class StaticLossScale:
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """The same state."""
         return state
+
+    def made(self, state: LossScaleState) -> bool:
+        """Whether a state is that of this loss scale."""
+        return int(state.hysteresis) == 0 and float(state.scale) == float(self.init().scale)
 
     def is_exhausted(self, state: LossScaleState, finite: jax.Array) -> jax.Array:
         """Never: there is no floor."""

@@ -22,6 +22,7 @@ from jzero.mesh import platform_of
 from jzero.metrics import global_norm, learning_rates, matching
 from jzero.model_state import warn_differing
 from jzero.options import compiler_options as options_for
+from jzero.padding import is_concrete
 from jzero.state import TrainState, check_state, state_shardings
 from jzero.update import apply_gradients
 
@@ -223,6 +224,11 @@ def train_step(
             raise ValueError(
                 f"state.loss_scale: the state has {have}, and train_step was given {want}. Pass the same loss_scale= "
                 f"to jzero.init and jzero.train_step."
+            )
+        if scaling is not None and is_concrete(state.loss_scale.scale) and not scaling.made(state.loss_scale):
+            raise ValueError(
+                f"state.loss_scale: the state stands at {float(state.loss_scale.scale):g}, made by another loss scale "
+                f"than the {scaling} of train_step. Pass the same loss_scale= to jzero.init and jzero.train_step."
             )
 
     shardings = state_shardings(tx, layout)
