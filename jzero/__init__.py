@@ -1,6 +1,7 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
 from jzero import audit, memory
+from jzero.estimate import estimate
 from jzero.explain import explain
 from jzero.grad import value_and_grad
 from jzero.layout import Layout
@@ -30,6 +31,7 @@ __all__ = [
     "audit",
     "combine",
     "compiler_options",
+    "estimate",
     "explain",
     "gather",
     "hint",
