@@ -16,8 +16,11 @@ table 2 measured them: runs of up to 1.3 of 2, and 6.2 of 7.6 billion params tha
 HOST = 8
 """Devices of a host, between which links are fast: as in NVIDIA's HGX and DGX."""
 
-MOST = 1 << 16
-"""Where the search for a number of devices ends."""
+MOST = 1 << 14
+"""Devices on the data axis at which the search for a number of them ends."""
+
+Plan = Callable[[int, Mapping[str, int]], Estimate]
+"""Makes the estimate of a stage on mesh axes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Advice:
 
 
 def advise(
-    plan: Callable[[int, Mapping[str, int]], Estimate],
+    plan: Plan,
     axes: Mapping[str, int],
     *,
     device: str | Device,
@@ -63,7 +66,7 @@ def advise(
         >>> plan = lambda stage, axes: estimate(7.5e9, stage=stage, axes=axes)
         >>> advice = advise(plan, {"data": 64}, device="a100")
         >>> advice.lowest, advice.smallest
-        (1, (None, 3, 3, 2))
+        (1, (None, 5, 3, 3))
     """
     device = as_device(device)
     if not 0 <= reserve < 1:
@@ -80,23 +83,23 @@ def advise(
     return Advice(device, budget, lowest, smallest, tuple(reasons))
 
 
-def _smallest(plan, stage: int, axes: dict[str, int], budget: int) -> int | None:
-    """The smallest number of devices at which a stage fits: doubled until it does, then counted up from the half."""
+def _smallest(plan: Plan, stage: int, axes: dict[str, int], budget: int) -> int | None:
+    """The smallest number of devices at which a stage fits; None if not even `MOST` are enough."""
     model = _model_axes(axes)
 
     def total(shards):
-        one = plan(stage, {"data": shards, **model})
-        return one.total, one.devices
+        return plan(stage, {"data": shards, **model}).total
 
-    shards = 1
-    while (found := total(shards))[0] > budget:
-        shards *= 2
-        if found[1] >= MOST or (stage == 0 and shards > 1):
-            return None
-    for fewer in range(shards // 2 + 1, shards):
-        if (less := total(fewer))[0] <= budget:
-            return less[1]
-    return found[1]
+    one, many = total(1), total(MOST)
+    if many > budget:
+        return None
+    # What is cut falls as 1/n. Padding makes that inexact, so the answer is looked for around it.
+    shards = max(math.ceil((one - many) / max(budget - many, 1)), 1)
+    while total(shards) > budget:
+        shards += 1
+    while shards > 1 and total(shards - 1) <= budget:
+        shards -= 1
+    return shards * math.prod(model.values())
 
 
 def _model_axes(axes: Mapping[str, int]) -> dict[str, int]:
@@ -122,7 +125,7 @@ def _why(plans: list[Estimate], lowest: int, budget: int) -> str:
     )
 
 
-def _hybrid(plan, one: Estimate, stage: int, budget: int) -> list[str]:
+def _hybrid(plan: Plan, one: Estimate, stage: int, budget: int) -> list[str]:
     """Whether the stage fits within a host, repeated over hosts."""
     axes = dict(one.axes)
     within = max(HOST // math.prod(_model_axes(axes).values()), 1)
@@ -142,7 +145,7 @@ def _hybrid(plan, one: Estimate, stage: int, budget: int) -> list[str]:
     ]
 
 
-def _model_axis(plan, one: Estimate, stage: int, budget: int) -> list[str]:
+def _model_axis(plan: Plan, one: Estimate, stage: int, budget: int) -> list[str]:
     """Whether a model axis makes stage 1 fit, and saves traffic."""
     axes = dict(one.axes)
     if stage < 2 or _model_axes(axes):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -76,8 +77,12 @@ def run(options: argparse.Namespace) -> int:
     params = options.params if options.model is None else _abstract(options.model)
     axes = filled(options.mesh, options.devices)
 
+    @functools.cache
+    def cached(stage, axes):
+        return estimate(params, axes=dict(axes), stage=stage, **settings)
+
     def plan(stage: int, axes: Mapping[str, int]) -> Estimate:
-        return estimate(params, axes=axes, stage=stage, **settings)
+        return cached(stage, tuple(axes.items()))
 
     settings: dict[str, Any] = {
         "precision": options.precision,
