@@ -1,6 +1,6 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
-from jzero import audit, memory
+from jzero import audit, bandwidth, memory
 from jzero.estimate import estimate
 from jzero.explain import explain
 from jzero.grad import value_and_grad
@@ -29,6 +29,7 @@ __all__ = [
     "Weighted",
     "apply_gradients",
     "audit",
+    "bandwidth",
     "combine",
     "compiler_options",
     "estimate",

@@ -7,6 +7,7 @@ gradients. The ends of the loop are written out: no block is gathered or reduced
 outputs are written in place, since putting loop and ends together would copy them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +15,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.collectives import gather
+from jzero.body import Body
+from jzero.collectives import gather, wide
 from jzero.rules import Cut
-from jzero.run import BACKWARD
+from jzero.run import BACKWARD, Run
 from jzero.shapes import moved
 from jzero.views import Pending, View
 
 
-def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]] | None:
+def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]] | None:
     """Runs the body of a scan over its length, gathering ahead and reducing behind.
 
     Args:
-        body: The `scan.Body`.
+        body: The body.
         values: The stacked arrays that it is scanned over; of a leaf, the shards.
 
     Returns:
-        The carry, the stacked outputs, and what is kept of each leaf; None if there is nothing to gather or reduce.
+        The carry, the stacked outputs, and what is kept of each leaf; None if there is nothing to gather or reduce, or
+        if so few blocks that none is left in the loop.
     """
     run, length, none = body.run, body.length, [{} for _ in values]
 
@@ -39,34 +42,35 @@ def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]]
     def take(tree, step):
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at(step), keepdims=False), tree)
 
+    def evaluate(carry, step, wholes):
+        """One block: the carry, gradients to be reduced, and the other outputs."""
+        own, kept = take((values, body.kept), step)
+        carry, ys, new = body(carry, own, kept, wholes, length, lazy=True)
+        late = [isinstance(y, Pending) for y, _ in body.ends]
+        others = [None if put_off else y for y, put_off in zip(ys, late, strict=True)]
+        return carry, [y for y, put_off in zip(ys, late, strict=True) if put_off], (others, new)
+
     # A trial, to see what the body gathers of the leaves that it is scanned over, and which gradients it has reduced.
     before = list(run.gatherings)
-    shapes = jax.eval_shape(lambda: body(body.carry, *take((values, body.kept), 0), none, length, lazy=True))
+    _, grads, others = jax.eval_shape(lambda: evaluate(body.carry, 0, none))
     fetches = [(k, key) for k, x in enumerate(body.views) if isinstance(x, View) for key in sorted(x.shards.gathers)]
     trial, run.gatherings[:] = run.gatherings[len(before) :], before
-    late = [k for k, (y, _) in enumerate(body.ends) if isinstance(y, Pending)]
-    if (not fetches and not late) or _has_keys(shapes[1:]):
+    late = {k: y for k, (y, _) in enumerate(body.ends) if isinstance(y, Pending)}
+    tasks = _tasks(run, list(late.values())) if late else []
+    first, last = len(tasks), length - 1 if fetches else length
+    if (not fetches and not late) or first >= last or _has_keys((grads, others)):
         return None
 
-    def fetch(step, outside):
+    def fetch(step, inside=False):
         """What the body gathers of its leaves, for one step."""
         wholes = [{} for _ in values]
         for k, key in fetches:
             cut = body.xs[k].shards.cut.inside()
             shard = take(values[k], step).astype(key[1])
-            if outside and run.phase == BACKWARD:
+            if not inside and run.phase == BACKWARD:
                 shard = run.after_loss(shard)
             wholes[k][key] = gather(run.layout, shard, cut, run.phase)
         return wholes
-
-    def compute(carry, step, wholes, times):
-        """One block: the carry, gradients to be reduced, and the other outputs."""
-        carry, ys, new = body(carry, *take((values, body.kept), step), wholes, times, lazy=True)
-        pending = [ys[k] for k in late]
-        return carry, pending, ([None if k in late else y for k, y in enumerate(ys)], new)
-
-    def reduce(pending):
-        return [run.due(replace(body.ends[k][0], value=value)).value for k, value in zip(late, pending, strict=True)]
 
     def write(stack, part, step):
         return jax.tree.map(lambda s, x: lax.dynamic_update_index_in_dim(s, x, at(step), 0), stack, part)
@@ -74,39 +78,56 @@ def loop_ahead(body: Any, values: list[Any]) -> tuple[Any, list[Any], list[Any]]
     def stack_of(part):
         return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), part)
 
-    first, last = (1 if late else 0), (length - 1 if fetches else length)
-    carry, wholes, pending = body.carry, fetch(0, True) if fetches else none, []
-    _, plain_shapes, new_shapes = shapes
-    others = stack_of(([None if k in late else y for k, y in enumerate(plain_shapes)], new_shapes))
-    if late:
-        ahead = fetch(1, True) if fetches else none
-        carry, pending, part = compute(carry, 0, wholes, 1)
-        others, wholes = write(others, part, 0), ahead
-    reduced = stack_of(jax.eval_shape(reduce, pending))
+    def reduce(tasks, waiting, reduced, step):
+        """Does the next task for each of the blocks before whose gradients wait, the last block first."""
+        done = [task(grads) for task, grads in zip(tasks, waiting, strict=False)]
+        if late and len(done) == len(tasks):
+            reduced = write(reduced, done.pop(), step - first)
+        return done, reduced
 
-    def step(state, t):
-        carry, wholes, pending, others, reduced = state
-        ahead = fetch(t + 1, False) if fetches else none
-        if late:
-            reduced = write(reduced, reduce(pending), t - 1)
-        carry, pending, part = compute(carry, t, wholes, last - first)
-        return (carry, ahead, pending, write(others, part, t), reduced), None
+    def compute(state, step, ahead):
+        """One step, in which what was gathered for its block is used, and others are reduced."""
+        carry, wholes, waiting, others, reduced = state
+        waiting, reduced = reduce(tasks, waiting, reduced, step)
+        carry, grads, part = evaluate(carry, step, wholes)
+        return carry, ahead, [grads, *waiting] if late else [], write(others, part, step), reduced
 
-    state = (carry, wholes, pending, others, reduced)
-    (carry, wholes, pending, others, reduced), _ = lax.scan(step, state, jnp.arange(first, last))
+    for task in tasks:
+        grads = jax.eval_shape(task, grads)
+    state = body.carry, fetch(0), [], stack_of(others), stack_of(grads)
+    for step in range(first):
+        state = compute(state, step, fetch(step + 1))
+    steps = jnp.arange(first, last)
+    state, _ = lax.scan(lambda state, step: (compute(state, step, fetch(step + 1, inside=True)), None), state, steps)
     if fetches:
-        if late:
-            reduced = write(reduced, reduce(pending), length - 2)
-        carry, pending, part = compute(carry, length - 1, wholes, 1)
-        others = write(others, part, length - 1)
-    if late:
-        reduced = write(reduced, reduce(pending), length - 1)
+        state = compute(state, last, none)
+    carry, _, waiting, (ys, new), reduced = state
+    for done in range(first):
+        waiting, reduced = reduce(tasks[done:], waiting, reduced, length + done)
     run.gatherings[:] = [*before, *trial]
-    ys, new = others
-    for k, value in zip(late, reduced, strict=True):
+    for (k, y), value in zip(late.items(), reduced, strict=True):
         ys[k] = value
-        body.ends[k] = run.as_reduced(value, _final(body.ends[k][0])), None
+        body.ends[k] = run.as_reduced(value, _final(y)), None
     return carry, ys, new
+
+
+def _tasks(run: Run, ends: list[Pending]) -> list[Callable[[list[jax.Array]], list[jax.Array]]]:
+    """What is done to the gradients of a block to reduce them, one step of the loop each.
+
+    A sum over replicas waits for the scatter in front of it. In a step of its own it does not, and each of the two has
+    all matmuls of a block to run beside.
+    """
+
+    def each(task):
+        return lambda values: [task(end, x) for end, x in zip(ends, values, strict=True)]
+
+    scatter, finish = (
+        each(lambda end, x: run.scattered(replace(end, value=x))),
+        each(lambda end, x: run.summed(end, x).value),
+    )
+    if wide(run.layout, run.layout.data_axes) and wide(run.layout, run.layout.replica_axes):
+        return [scatter, finish]
+    return [lambda values: finish(scatter(values))]
 
 
 def _final(pending: Pending) -> Cut:

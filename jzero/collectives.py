@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,20 +75,28 @@ def scatter(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Arra
 
     One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
     """
-    dim = cut.dim
+    return sum_over_replicas(layout, scatter_over_data(layout, grad, cut, share), cut, share, grad.dtype)
+
+
+def scatter_over_data(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Array:
+    """The first half of `scatter`: one reduce-scatter over the data axes, of each model shard."""
+    dim, axes = cut.dim, wide(layout, layout.data_axes)
     assert dim is not None
-    grad = pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :]))
-    over, replicas = wide(layout, layout.data_axes), wide(layout, layout.replica_axes)
+    grad = _to_wire(layout, pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :])), share)
+    collective = functools.partial(lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
+    return _in_scope(layout, collective, cut, grad) if axes else grad
 
-    def collective(x):
-        x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True) if over else x
-        return lax.psum(x, replicas) if replicas else x
 
-    def summed(x):
-        with jax.named_scope(f"jzero.scatter[{cut.path}]"):
-            return on_model_shards(layout, collective, [cut.model], cut.model, x) if over or replicas else x
+def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut, share: float, dtype: Any) -> jax.Array:
+    """The second half of `scatter`, of a gradient that came in this dtype: one all-reduce of the shard."""
+    axes = wide(layout, layout.replica_axes)
+    shard = _in_scope(layout, functools.partial(lax.psum, axis_name=axes), cut, shard) if axes else shard
+    return _from_wire(layout, shard, share, dtype)
 
-    return _reduced(layout, grad, share, summed)
+
+def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x: jax.Array) -> jax.Array:
+    with jax.named_scope(f"jzero.scatter[{cut.path}]"):
+        return on_model_shards(layout, collective, [cut.model], cut.model, x)
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array, share: float) -> jax.Array:
@@ -95,19 +104,25 @@ def reduce(layout: Layout, leaf: Leaf, grad: jax.Array, share: float) -> jax.Arr
     if layout.precision.reduce is None:
         grad = grad.astype(leaf.dtype)  # which was summed over microbatches in a wider one
     if leaf.cut is None or layout.stage.grads == "replicated":
-        return _reduced(layout, grad, share, lambda x: all_reduce(layout, x, leaf))
+        summed = all_reduce(layout, _to_wire(layout, grad, share), leaf)
+        return _from_wire(layout, summed, share, grad.dtype)
     return scatter(layout, grad, leaf.cut, share)
 
 
-def _reduced(layout: Layout, grad: jax.Array, share: float, collective: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """A collective on a gradient in the dtype, and with the division, that the precision asks for."""
-    precision, wire, kept = layout.precision, grad.dtype, grad.dtype
-    if jnp.issubdtype(grad.dtype, jnp.floating):
-        wire = wire if precision.reduce is None else precision.reduce
-        kept = kept if precision.accumulate is None else precision.accumulate
-    if precision.divides_before(wire):
-        return collective(scaled(grad, share, wire)).astype(kept)
-    return scaled(collective(grad.astype(wire)), share, kept)
+def _to_wire(layout: Layout, grad: jax.Array, share: float) -> jax.Array:
+    """A gradient as it is reduced: in the dtype that the precision asks for, times `share` if that comes first."""
+    wire = grad.dtype
+    if jnp.issubdtype(wire, jnp.floating) and layout.precision.reduce is not None:
+        wire = layout.precision.reduce
+    return scaled(grad, share, wire) if layout.precision.divides_before(wire) else grad.astype(wire)
+
+
+def _from_wire(layout: Layout, grad: jax.Array, share: float, dtype: Any) -> jax.Array:
+    """What becomes of it once it is reduced, where it came in this dtype."""
+    precision, kept = layout.precision, dtype
+    if jnp.issubdtype(dtype, jnp.floating) and precision.accumulate is not None:
+        kept = precision.accumulate
+    return grad.astype(kept) if precision.divides_before(grad.dtype) else scaled(grad, share, kept)
 
 
 def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array]:

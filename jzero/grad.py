@@ -180,7 +180,7 @@ def gradient_program(
         model_state, differ = merge(layout, model_state)
         # Where they are reduced, gradients are divided by the number of parts; here by what is not known before.
         rest = 1 if weight is None else share * parts
-        rest = rest if loss_scale is None else rest / loss_scale
+        rest = rest if loss_scale is None else rest / jnp.asarray(loss_scale, jnp.result_type(float))
         dtypes = [leaf.grad_dtype(scaled=loss_scale is not None) for leaf in layout.trainable]
         grads = [scaled(grad, rest, dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
         grads = [leave(layout, leaf, x, stage.grads) for leaf, x in zip(layout.trainable, grads, strict=True)]

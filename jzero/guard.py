@@ -8,6 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jzero.padding import is_concrete
+
 MANY = 5
 """Skipped steps in a row at which a warning reaches the user, and again at each doubling."""
 
@@ -76,10 +78,12 @@ class Guard:
     def report(self, metrics: dict[str, Any], exhausted: Any, state: Any) -> None:
         """On the host: warns of many skipped steps in a row; raises where it is to, or the scale is at its end.
 
+        Inside of another `jax.jit` it can do neither: tracers pass.
+
         Raises:
             Nonfinite: With `state`, which goes on from there.
         """
-        if self.is_off or not bool(metrics["skipped"]):
+        if self.is_off or not is_concrete(metrics["skipped"]) or not bool(metrics["skipped"]):
             return
         in_a_row, scale = int(metrics["skipped_in_a_row"]), float(metrics["loss_scale"])
         if bool(exhausted):

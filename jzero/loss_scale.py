@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +61,8 @@ class DynamicLossScale:
     def __post_init__(self):
         for name, lowest in (("initial", 0), ("minimum", 0), ("factor", 1)):
             value = getattr(self, name)
-            if not _is_number(value) or not lowest < value < float("inf"):
-                raise ValueError(f"DynamicLossScale: {name}={value!r}; wanted a number above {lowest}.")
+            if not _is_between(lowest, value):
+                raise ValueError(f"DynamicLossScale: {name}={value!r}; wanted a number above {lowest}, in float32.")
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -91,6 +92,10 @@ class DynamicLossScale:
             hysteresis=jnp.where(grows | (finite & self.consecutive_hysteresis), self.hysteresis, left),
         )
 
+    def made(self, state: LossScaleState) -> bool:
+        """Whether a state is one of a dynamic loss scale."""
+        return int(state.hysteresis) > 0
+
     def is_exhausted(self, state: LossScaleState, finite: jax.Array) -> jax.Array:
         """Whether a step that found this state has overflowed where the scale can shrink no more."""
         return ~finite & (state.hysteresis <= 1) & (state.scale <= self.minimum)
@@ -107,8 +112,10 @@ class StaticLossScale:
     scale: float
 
     def __post_init__(self):
-        if not _is_number(self.scale) or not 0 < self.scale < float("inf"):
-            raise ValueError(f"loss_scale={self.scale!r}; wanted a positive number, or a jzero.DynamicLossScale.")
+        if not _is_between(0, self.scale):
+            raise ValueError(
+                f"loss_scale={self.scale!r}; wanted a positive number, in float32, or a jzero.DynamicLossScale."
+            )
 
     def init(self) -> LossScaleState:
         """The only state."""
@@ -117,6 +124,10 @@ class StaticLossScale:
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """The same state."""
         return state
+
+    def made(self, state: LossScaleState) -> bool:
+        """Whether a state is that of this loss scale."""
+        return int(state.hysteresis) == 0 and float(state.scale) == float(self.init().scale)
 
     def is_exhausted(self, state: LossScaleState, finite: jax.Array) -> jax.Array:
         """Never: there is no floor."""
@@ -128,5 +139,9 @@ def as_loss_scale(loss_scale: float | StaticLossScale | DynamicLossScale) -> Sta
     return loss_scale if isinstance(loss_scale, StaticLossScale | DynamicLossScale) else StaticLossScale(loss_scale)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _is_between(lowest: float, value: Any) -> bool:
+    """Whether it is a number above `lowest`, and finite, also as the float32 that it becomes."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    with np.errstate(over="ignore"):
+        return bool(lowest < np.float32(float(value)) < np.inf)

@@ -3,7 +3,7 @@
 from jzero.layout import Layout
 from jzero.mesh import platform_of
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 32 * 2**20
 """Bytes of whole gradients that are reduced together at most, by default."""
 
 
@@ -13,8 +13,10 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
     On GPUs there are two. Reductions of neighbouring gradients are combined up to `bucket_bytes` (DeepSpeed's
     `reduce_bucket_size`, Megatron-LM's `ddp-bucket-size`): small leaves ride along with large ones, while XLA's own
     limit, hundreds of megabytes, joins those of several blocks, which then wait for the last of them in full size. And
-    up to three collectives may be on the way at a time: with one, which is XLA's default, a gather of the next block
-    waits for a reduction of the one before, with hardly a matmul left to run beside it. On other devices there is none.
+    where blocks are gathered or reduced one by one, up to three collectives may be on the way at a time: with one,
+    which is XLA's default, a gather of the next block waits for a reduction of the one before, with hardly a matmul
+    left to run beside it. Where all is reduced once, at the end, XLA would leave the last three until there is no
+    matmul left, and so keeps its default. On other devices there is no option.
 
     Args:
         layout: The layout of the params.
@@ -35,9 +37,11 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
         raise ValueError(f"compiler_options: bucket_bytes={bucket_bytes!r}; wanted a number of bytes, 1 or more.")
     if platform_of(layout.mesh) != "gpu":
         return {}
-    return {
+    options = {
         "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,
         # XLA counts the bytes of the shard here.
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, bucket_bytes // layout.shards),
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
     }
+    if layout.stage.reduce == "block" or layout.stage.params == "sharded":
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
+    return options

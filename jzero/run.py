@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jzero.collectives import gather, scatter
+from jzero.collectives import gather, scatter_over_data, sum_over_replicas
 from jzero.jaxprs import bind, source_of
 from jzero.layout import Layout
 from jzero.rules import Cut
@@ -74,11 +74,7 @@ class Run:
         if want is None or want.dim is None or isinstance(x, Reduced | Pending):
             return x
         x = self.whole(x, None)
-        return Pending(x, want) if self.lazy else self.scattered(x, want)
-
-    def scattered(self, x: jax.Array, cut: Cut) -> Reduced:
-        """Reduces a whole local gradient."""
-        return self.as_reduced(scatter(self.layout, x, cut, self.share), cut)
+        return Pending(x, want) if self.lazy else self.due(Pending(x, want))
 
     def as_reduced(self, shard: jax.Array, cut: Cut) -> Reduced:
         """A shard of a gradient that has been reduced."""
@@ -86,7 +82,16 @@ class Run:
 
     def due(self, x: Pending) -> Reduced:
         """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
-        reduced = self.scattered(x.value, x.cut)
+        return self.summed(x, self.scattered(x))
+
+    def scattered(self, x: Pending) -> jax.Array:
+        """The first half of `due`: the shard that is left to be summed over the replicas."""
+        return scatter_over_data(self.layout, x.value, x.cut, self.share)
+
+    def summed(self, x: Pending, shard: jax.Array) -> Reduced:
+        """The second half of `due`, of which the first has made this shard."""
+        shard = sum_over_replicas(self.layout, shard, x.cut, self.share, x.value.dtype)
+        reduced = self.as_reduced(shard, x.cut)
         for eqn, others in x.after:
             reduced = reduced.through(eqn, list(others))
         return reduced

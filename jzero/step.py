@@ -5,7 +5,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, Literal
 
@@ -20,8 +19,10 @@ from jzero.guard import Guard
 from jzero.layout import Layout
 from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.mesh import platform_of
+from jzero.metrics import global_norm, learning_rates, matching
 from jzero.model_state import warn_differing
 from jzero.options import compiler_options as options_for
+from jzero.padding import is_concrete
 from jzero.state import TrainState, check_state, state_shardings
 from jzero.update import apply_gradients
 
@@ -156,7 +157,7 @@ def train_step(
             "Leave it out, or choose 'skip' or 'raise'."
         )
     guard = Guard(nonfinite or ("keep" if scaling is None else "skip"), spike)
-    groups = _groups(norm_groups or {}, layout)
+    groups = matching(norm_groups or {}, layout)
     if scaling is None and any(leaf.dtypes.compute == jnp.float16 for leaf in layout.trainable):
         warnings.warn(
             "train_step: params are used in float16 without a loss scale, so that gradients under 6e-8 become zero. "
@@ -187,17 +188,18 @@ def train_step(
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
         finite = jnp.isfinite(norm)
-        take, skipped = guard.judge(norm, state.skipped)
-        exhausted = None
+        take = exhausted = None
+        if not guard.is_off:
+            take, skipped = guard.judge(norm, state.skipped)
+            state = replace(state, skipped=skipped)
         if scaling is not None:
             exhausted = scaling.is_exhausted(state.loss_scale, finite)
             state = replace(state, loss_scale=scaling.update(state.loss_scale, finite))
         if with_model_state:
-            if not guard.is_off:
+            if take is not None:
                 model_state = jax.tree.map(lambda new, old: jnp.where(take, new, old), model_state, before)
             state = replace(state, model_state=model_state)
-        state = apply_gradients(state, grads, tx, layout, when=None if guard.is_off else take)
-        state = replace(state, skipped=skipped)
+        state = apply_gradients(state, grads, tx, layout, when=take)
 
         metrics = {
             "loss": loss,
@@ -205,20 +207,28 @@ def train_step(
             "clipped_norm": norm * factor,
             "clipped": factor < 1,
             "loss_scale": jnp.float32(1) if scale is None else scale,
-            "skipped": ~take,
-            "skipped_in_a_row": skipped.in_a_row,
+            "skipped": jnp.zeros((), bool) if take is None else ~take,
+            "skipped_in_a_row": jnp.int32(0) if take is None else state.skipped.in_a_row,
             "step": state.step,
         }
-        metrics |= ({"grad_norms": norms} if norms else {}) | _learning_rate(state) | ({"aux": aux} if has_aux else {})
+        metrics |= learning_rates(state.opt_state) | ({"aux": aux} if has_aux else {})
+        metrics |= {"grad_norms": norms} if norms else {}
         return state, metrics, (differ if differ.size else None, exhausted)
 
     def check(state):
         check_state(state, tx=tx, layout=layout)
+        if state.skipped is None and not guard.is_off:
+            raise ValueError("state.skipped is None, where skipped steps are counted; make the state with jzero.init.")
         if (scaling is None) != (state.loss_scale is None):
             have, want = ("none", "one") if state.loss_scale is None else ("one", "none")
             raise ValueError(
                 f"state.loss_scale: the state has {have}, and train_step was given {want}. Pass the same loss_scale= "
                 f"to jzero.init and jzero.train_step."
+            )
+        if scaling is not None and is_concrete(state.loss_scale.scale) and not scaling.made(state.loss_scale):
+            raise ValueError(
+                f"state.loss_scale: the state stands at {float(state.loss_scale.scale):g}, made by another loss scale "
+                f"than the {scaling} of train_step. Pass the same loss_scale= to jzero.init and jzero.train_step."
             )
 
     shardings = state_shardings(tx, layout)
@@ -232,34 +242,3 @@ def train_step(
     return TrainStep(
         jitted, check, functools.partial(check_batch, layout=layout, microbatches=microbatches), guard, waits
     )
-
-
-def _groups(patterns: Mapping[str, str], layout: Layout) -> dict[str, list[int]]:
-    """For each group of leaves the indices of its trainable leaves."""
-    paths = [leaf.path for leaf in layout.trainable]
-    groups = {
-        name: [index for index, path in enumerate(paths) if fnmatchcase(path, pattern)]
-        for name, pattern in patterns.items()
-    }
-    if empty := [name for name, group in groups.items() if not group]:
-        raise ValueError(
-            f"norm_groups: {empty[0]!r} has a pattern {patterns[empty[0]]!r} that matches none of the {len(paths)} "
-            f"trainable paths, from {paths[0]!r} to {paths[-1]!r}."
-        )
-    return groups
-
-
-def _learning_rate(state: TrainState) -> dict[str, Any]:
-    """The learning rates that `optax.inject_hyperparams` keeps: one, or a dict by group."""
-    found = optax.tree.get_all_with_path(
-        state.opt_state, "learning_rate", lambda path, _: getattr(path[-2], "name", "") == "hyperparams"
-    )
-    if len(found) > 1:
-        groups = [[str(getattr(key, "key", getattr(key, "idx", ""))) for key in path[:-1]] for path, _ in found]
-        return {"learning_rate": {"/".join(filter(None, g)): rate for g, (_, rate) in zip(groups, found, strict=True)}}
-    return {"learning_rate": found[0][1]} if found else {}
-
-
-def global_norm(grads: Any) -> jax.Array:
-    """L2 norm over all leaves, in float32 or wider: low-precision squares would overflow or vanish."""
-    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))

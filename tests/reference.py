@@ -187,8 +187,8 @@ def gradients(params, batch, loss_scale=1.0):
 class DynamicLossScale:
     """DeepSpeed's rule, one call of `update` per step; `scale` is the one that the next step uses.
 
-    `grace`: clean steps after the start and after each overflow that do not count yet. The words of DeepSpeed's
-    docstring say none; its code has 1 (`stable_interval` is 0 in the first of them), and so do its tests.
+    In the words of its docstring: the scale grows after `growth_interval` clean steps. Its newest code waits for one
+    more after the start and after each overflow.
     """
 
     initial: float = 2.0**16
@@ -197,10 +197,9 @@ class DynamicLossScale:
     hysteresis: int = 2
     minimum: float = 1.0
     consecutive_hysteresis: bool = False
-    grace: int = 0
 
     def __post_init__(self):
-        self.scale, self.hysteresis_left, self.clean_steps = self.initial, self.hysteresis, -self.grace
+        self.scale, self.hysteresis_left, self.clean_steps = self.initial, self.hysteresis, 0
 
     def update(self, overflow):
         if overflow:
@@ -210,7 +209,7 @@ class DynamicLossScale:
                 raise FloatingPointError(f"overflow with the loss scale at its minimum, {self.minimum}")
             else:
                 self.scale = max(self.scale / self.factor, self.minimum)
-            self.clean_steps = -self.grace
+            self.clean_steps = 0
             return
         if self.consecutive_hysteresis:
             self.hysteresis_left = self.hysteresis

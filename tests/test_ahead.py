@@ -12,7 +12,7 @@ import jzero
 from jzero.jaxprs import inner_jaxpr
 from tests import models
 from tests.models import D, F, L
-from tests.test_stream import MESHES, check, layout_of
+from tests.test_stream import MESHES, check, layout_of, placed
 
 SCANNED = [
     "gpt",
@@ -44,6 +44,30 @@ def test_gradients_are_those_of_one_device_everywhere(x64, name, axes):
         check(name, axes, stage, microbatches, regather=regather, ahead=True)
 
 
+def deeper(params):
+    """Params of two more layers: where gradients are also summed over replicas, three would leave none in the loop."""
+
+    def more(w, dim):
+        return jnp.concatenate([w, lax.slice_in_dim(w, 0, 2, axis=dim)], dim)
+
+    stacks = jax.tree.map(lambda w: more(w, 0), {name: params[name] for name in ("blocks", "attention")})
+    return params | stacks | {"nested": more(params["nested"], 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "stage"),
+    [
+        ("gpt", {"replica": 2, "data": 2, "model": 2}, 3),
+        ("nested", {"replica": 2, "data": 4}, 2),
+        ("remat", {"replica": 2, "data": 4}, 3),
+        ("scan", {"replica": 4, "data": 1}, 3),
+    ],
+)
+def test_gradients_that_are_summed_over_replicas_too(x64, name, axes, stage):
+    params = deeper(models.init_params(jax.random.key(0)))
+    equal_to_one_device(models.loss(name), params, models.batch(), layout_of(params, axes, stage, ahead=True))
+
+
 def programs(loss_fn, axes, stage, params=None, **options):
     """The layouts and gradient programs without and with `ahead`."""
     for ahead in (False, True):
@@ -56,8 +80,9 @@ def programs(loss_fn, axes, stage, params=None, **options):
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["gpt", "nested", "remat", "scan"])
 def test_the_collectives_are_the_same(name, stage):
-    rows, explained = [], []
-    for layout, program, params in programs(models.loss(name), {"replica": 2, "data": 2, "model": 2}, stage):
+    rows, explained, axes = [], [], {"replica": 2, "data": 2, "model": 2}
+    deep = deeper(models.init_params(jax.random.key(0)))
+    for layout, program, params in programs(models.loss(name), axes, stage, deep):
         counts = collections.Counter()
         for row in jzero.audit.collectives(program.lower(params, models.batch()), layout.mesh):
             assert row.exact
@@ -113,6 +138,17 @@ def test_no_block_waits_for_its_gathers_and_no_scatter_for_the_block(name):
         waiting = [waits(loop, "dot_general", "all_gather") for loop in gathering]
         assert waiting == [not layout.ahead] * 2
         assert waits(scattering[0], "reduce_scatter", "dot_general") is not layout.ahead
+
+
+def test_no_sum_over_replicas_waits_for_the_scatter_in_front_of_it():
+    """Each has a step of its own, so that both can run beside the matmuls of a block."""
+    deep = deeper(models.init_params(jax.random.key(0)))
+    for layout, program, params in programs(models.loss("remat"), {"replica": 2, "data": 4}, 3, deep):
+        jaxpr = jax.make_jaxpr(program)(params, models.batch()).jaxpr
+        (loop,) = loops_with(jaxpr, "reduce_scatter")
+        assert "psum" in {name for eqn in inner_jaxpr(loop)[0].eqns for name in primitives(eqn)}
+        assert waits(loop, "psum", "reduce_scatter") is not layout.ahead
+        assert waits(loop, "psum", "dot_general") is not layout.ahead
 
 
 @pytest.mark.parametrize("name", ["gpt_unrolled", "unrolled", "unrolled_remat"])
@@ -179,7 +215,8 @@ def test_the_first_gathers_of_the_backward_pass_wait_for_the_loss():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_loops_of_any_length_and_both_directions(x64, length, reverse):
+@pytest.mark.parametrize("axes", [{"data": 8}, {"replica": 2, "data": 4}])
+def test_loops_of_any_length_and_both_directions(x64, length, reverse, axes):
     """With other scanned inputs and outputs beside the leaves."""
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(length, 16, 16))), "b": jnp.asarray(rng.normal(size=(length, 16)))}
@@ -196,14 +233,15 @@ def test_loops_of_any_length_and_both_directions(x64, length, reverse):
         return jnp.mean(x**2) + means.sum() * 1e-2 + jnp.sum(jnp.arange(length)[:, None] * doubled) * 1e-2
 
     texts = []
-    for layout, program, _ in programs(loss_fn, {"data": 8}, 3, params, min_shard_size=0):
+    for layout, program, _ in programs(loss_fn, axes, 3, params, min_shard_size=0):
         equal_to_one_device(loss_fn, params, batch, layout)
         texts.append(program.lower(params, batch).as_text().count("dot_general"))
     assert (texts[0] < texts[1]) is (length > 2)  # shorter loops have nothing to gain
 
 
 def equal_to_one_device(loss_fn, params, batch, layout):
-    _, grads = jzero.value_and_grad(loss_fn, layout)(jax.device_put(params, layout.param_shardings), batch)
+    _, grads = jzero.value_and_grad(loss_fn, layout)(placed(params, layout), batch)
+    grads = layout.logical(grads, replicate=True)
     wanted = jax.grad(loss_fn)(params, batch)
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):

@@ -79,9 +79,9 @@ def test_the_whole_state_is_donated(stage, microbatches, tx, bytes_of_state):
     assert compiled is not None
     assert compiled.alias_size_in_bytes == bytes_of_state
     assert compiled.argument_size_in_bytes == bytes_of_state + 32 * 16 * 4 // 8
-    # Beside the state come loss, norm and step (4 bytes each), `clipped` (1), and a table of pointers to all of them.
-    outputs = len(jax.tree.leaves(state)) + 4
-    assert compiled.output_size_in_bytes == bytes_of_state + 13 + 8 * outputs
+    # Beside the state come 6 metrics of 4 bytes and 2 bools, and a table of pointers to all of them.
+    outputs = len(jax.tree.leaves(state)) + 8
+    assert compiled.output_size_in_bytes == bytes_of_state + 26 + 8 * outputs
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -214,13 +214,6 @@ def test_hysteresis_is_used_up_at_the_minimum_before_giving_up():
         loss_scale.update(overflow=True)
 
 
-def test_with_grace_the_first_clean_step_does_not_count_as_in_the_code_of_deepspeed():
-    """Its own test wants the scale to grow once in `loss_scale_window + 1` steps after an overflow."""
-    loss_scale = DynamicLossScale(initial=16, growth_interval=2, hysteresis=1, grace=1)
-    assert scales(loss_scale, ".....o....o..") == [16, 16, 16, 32, 32, 64, 32, 32, 32, 64, 64, 32, 32]
-    assert loss_scale.scale == 32
-
-
 def test_a_step_that_overflows_in_one_microbatch_changes_nothing_but_the_scale():
     first, lost, second = make_batches(3)
     dynamic = DynamicLossScale(initial=2.0**16, hysteresis=1)

@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jzero.cli import estimate
+from jzero.cli import bandwidth, estimate
 
-COMMANDS = (estimate,)
+COMMANDS = (estimate, bandwidth)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
