@@ -66,7 +66,7 @@ def advise(
         >>> plan = lambda stage, axes: estimate(7.5e9, stage=stage, axes=axes)
         >>> advice = advise(plan, {"data": 64}, device="a100")
         >>> advice.lowest, advice.smallest
-        (1, (None, 5, 3, 3))
+        (1, (None, 7, 3, 3))
     """
     device = as_device(device)
     if not 0 <= reserve < 1:

@@ -67,4 +67,4 @@ def memory_bars(estimates: Sequence[Estimate], device: Device | None = None, res
 
 def _bytes(one: Estimate) -> dict[str, int]:
     kinds = {entry.kind: entry.bytes for entry in one.ledger}
-    return kinds | {"local": one.inside.local, "gathered": one.inside.gathered}
+    return kinds | {kind: getattr(one.inside, kind) for kind in ("gradients", "local", "gathered")}
