@@ -28,7 +28,7 @@ class Layout:
     """Where params, their gradients and any optimizer's state live on a mesh. Made by `zero`.
 
     Attributes:
-        mesh: The device mesh.
+        mesh: The device mesh; an `AbstractMesh` in a layout that was made to look at only.
         stage: The three placements, and when gradients are reduced.
         data_axes: Mesh axes over which leaves are cut.
         replica_axes: Mesh axes over which the cut leaves are repeated (HSDP, MiCS).
