@@ -2,9 +2,10 @@
 
 DeepSpeed's prefetch, Megatron-LM's overlap-param-gather and overlap-grad-reduce, written into the program: while block
 i computes, block i + 1 is gathered, and the gradients of the block before are reduce-scattered. Neither waits for block
-i, which is all that a scheduler needs to know. It takes the memory of one more gathered block, and of one block's whole
-gradients. The ends of the loop are written out: no block is gathered or reduced that the plain loop would not. Stacked
-outputs are written in place, since putting loop and ends together would copy them.
+i, which is all that a scheduler needs to know. A sum over replicas, which waits for the scatter, comes one block later.
+It takes the memory of one more gathered block, and of one block's whole gradients. The ends of the loop are written
+out: no block is gathered or reduced that the plain loop would not. Stacked outputs are written in place, since putting
+loop and ends together would copy them.
 """
 
 from collections.abc import Callable
