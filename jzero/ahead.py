@@ -2,9 +2,10 @@
 
 DeepSpeed's prefetch, Megatron-LM's overlap-param-gather and overlap-grad-reduce, written into the program: while block
 i computes, block i + 1 is gathered, and the gradients of the block before are reduce-scattered. Neither waits for block
-i, which is all that a scheduler needs to know. It takes the memory of one more gathered block, and of one block's whole
-gradients. The ends of the loop are written out: no block is gathered or reduced that the plain loop would not. Stacked
-outputs are written in place, since putting loop and ends together would copy them.
+i, which is all that a scheduler needs to know. A sum over replicas, which waits for the scatter, comes one block later.
+It takes the memory of one more gathered block, and of one block's whole gradients. The ends of the loop are written
+out: no block is gathered or reduced that the plain loop would not. Stacked outputs are written in place, since putting
+loop and ends together would copy them.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from jzero.collectives import gather, wide
 from jzero.rules import Cut
 from jzero.run import BACKWARD, Run
 from jzero.shapes import moved
-from jzero.views import Pending, View
+from jzero.views import Pending, Reduced, View
 
 
 def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]] | None:
@@ -107,7 +108,7 @@ def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]
     run.gatherings[:] = [*before, *trial]
     for (k, y), value in zip(late.items(), reduced, strict=True):
         ys[k] = value
-        body.ends[k] = run.as_reduced(value, _final(y)), None
+        body.ends[k] = Reduced(value, _final(y)), None
     return carry, ys, new
 
 

@@ -60,7 +60,7 @@ def stored_bytes(layout: Layout, tx: optax.GradientTransformation) -> StoredByte
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Bytes per device of the reduced gradients, which live only inside of a step; from shapes alone."""
+    """Bytes per device of the reduced gradients, which live only inside of a step; without a loss scale."""
     leaves = [replace(leaf, dtype=leaf.dtypes.grad) for leaf in layout.trainable]
     return sum(leaf_bytes(layout, leaf, layout.stage.grads) for leaf in leaves)
 

@@ -70,7 +70,7 @@ def test_each_preset_stores_the_bytes_that_the_design_says(preset, stage, axes):
 
 def squares(params, batch):
     """Costs little to compile; its gradient has the dtype of its params."""
-    return jnp.mean(batch["x"]) * sum(jnp.sum(x**2) for x in jax.tree.leaves(params)).astype(jnp.float32)
+    return jnp.mean(batch["x"]) * sum(jnp.sum(x**2).astype(jnp.float32) for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,8 @@ def test_master_params_are_the_same_float32_tree_at_every_stage(stage):
         assert (x.shape, x.dtype) == (y.shape, y.dtype) == (abstract.shape, jnp.float32)
         np.testing.assert_array_equal(x, y)
     assert all((x != x.astype(jnp.bfloat16)).any() for x in jax.tree.leaves(master)), "more than bfloat16 holds"
-    first = jzero.master_params(*reversed(after_three_steps(1)), replicate=True)
+    layout, state = after_three_steps(1)
+    first = jzero.master_params(state, layout, replicate=True)
     for x, y in zip(jax.tree.leaves(master), jax.tree.leaves(first), strict=True):
         if stage:
             np.testing.assert_array_equal(x, y)
@@ -222,6 +223,10 @@ def test_params_are_the_master_params_cast_bit_for_bit(stage):
     for x, wide in zip(jax.tree.leaves(params), jax.tree.leaves(master), strict=True):
         assert x.dtype == (jnp.bfloat16 if stage < 3 else jnp.float32)
         np.testing.assert_array_equal(x, wide.astype(x.dtype))
+    computed = layout.computed(state.params, replicate=True)
+    for x, wide in zip(jax.tree.leaves(computed), jax.tree.leaves(master), strict=True):
+        assert (x.shape, x.dtype) == (wide.shape, jnp.bfloat16)
+        np.testing.assert_array_equal(x, wide.astype(jnp.bfloat16))
 
 
 def test_padded_master_params_outside_of_jit_ask_for_replicate():

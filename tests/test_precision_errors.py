@@ -1,5 +1,7 @@
 """Precisions that cannot be: errors that name the option, say what came and what was wanted."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,7 +36,7 @@ def test_an_unknown_name(name):
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_float64_wants_x64(field):
-    options = {"master": None, "compute": None} | {field: "float64"}
+    options: dict[str, Any] = {"master": None, "compute": None, field: "float64"}
     refuses(lambda: Precision(**options), f"{field}=float64", "jax_enable_x64")
     with jax.enable_x64(True):
         assert getattr(Precision(**options), field) == "float64"

@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 512, 256, 1024
-SMALL = LAYERS * WIDTH * 4  # bytes of the norms in float32, which stay whole
+SMALL = 2**16  # bytes; all that stays whole, norms and scalars, is less together, and XLA reduces it as one array
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def compiled_windows(precision, stage, mesh=(("data", 8),)):
     state = jax.eval_shape(compile_init(lambda params: params, tx, layout), params)
     batch = {"tokens": jax.ShapeDtypeStruct((8 * 4, LENGTH + 1), jnp.int32)}
     compiled = jzero.train_step(loss_fn, tx, layout).lower(state, batch).compile()
-    large = [w for w in windows(compiled, layout=layout) if max(piece.bytes for piece in w.pieces) > SMALL]
+    large = [w for w in windows(compiled, layout=layout) if w.bytes > SMALL]
     assert {w.axes for w in large} == {("data",)}
     return large
 

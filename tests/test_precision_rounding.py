@@ -35,11 +35,11 @@ def keys(n):
 @pytest.mark.parametrize("at", [1.0, -1.0, 3e-30, -1e-40, 1e30], ids=str)
 def test_each_neighbour_comes_as_often_as_the_number_is_near_to_the_other(at, fraction):
     low, high = neighbours(at)
-    x = np.float32(low + fraction * (high - low))
+    x = jnp.float32(low + fraction * (high - low))
     n = 4096
     found = np.asarray(jax.vmap(lambda key: rounded(x, BF16, key))(keys(n)), np.float64)
     assert set(found) <= {low, high}
-    fraction = (np.float64(x) - low) / (high - low)  # of what float32 has made of it
+    fraction = (float(x) - low) / (high - low)  # of what float32 has made of it
     assert abs((found == high).mean() - fraction) < 5 * np.sqrt(fraction * (1 - fraction) / n)
     assert rounded(x, BF16, None) == (high if fraction > 0.5 else low)
 
