@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jzero.dtypes import dtypes_of, moment_dtype
+from jzero.inside import Inside, inside
 from jzero.layout import Layout
 from jzero.memory import StoredBytes, formula, leaf_bytes
 from jzero.mesh import abstract_mesh
@@ -30,9 +31,6 @@ OPTIMIZERS: dict[str, tuple[int, optax.GradientTransformation]] = {
 LAYERS = 32
 """Blocks that a model is taken to consist of, unless told."""
 
-LARGEST = 1 / 3
-"""Share of a count that its largest leaf is taken to have: that of an MLP's kernels, stacked over all blocks."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -51,34 +49,6 @@ class Entry:
     per_param: float
     placement: Placement
     bytes: int
-
-
-@dataclass(frozen=True)
-class Inside:
-    """Bytes on one device that live inside of a step only, beside activations.
-
-    An approximation, from what XLA's programs for H200s were seen to hold. Against the peak of 26 compiled steps of a
-    scanned GPT (with a context so short that activations take nothing; stages 0 to 3, four precisions, 1 to 8
-    microbatches, 2 to 8 shards, replicas) the total of an `Estimate` was 4% too small to 9% too large, and this part
-    9% too small to 21% too large; 16 of them the rules were made from. `tests/test_estimate.py` measures ten.
-
-    Attributes:
-        gradients: The reduced gradients; twice where they are reduced and summed in each of several microbatches; at
-            stage 3 the largest leaf's once more (a loop's are put together from its parts).
-        local: Gradients that are not reduced yet. Reduced at the end: all of them, with several microbatches as a sum
-            beside the last one's, else with a copy of the largest leaf, in the dtype and order of the reduction.
-            Reduced by block: those of two blocks, and such a copy of one.
-        gathered: Params that are gathered: two blocks at stage 3 (one is computed with, the next is on its way).
-    """
-
-    gradients: int
-    local: int
-    gathered: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.gradients + self.local + self.gathered
 
 
 @dataclass(frozen=True)
@@ -218,7 +188,7 @@ def estimate(
         precision=precision,
         microbatches=microbatches,
         ledger=known.ledger,
-        inside=_inside(known, stage, precision, microbatches, layers),
+        inside=inside(known.pieces, known.ledger[3].bytes, stage, precision, microbatches=microbatches, layers=layers),
         papers=known.papers,
         megatron=_megatron(known, axes["data"] if stage == STAGES[1] else 1) if megatron else None,
         traffic=traffic(known.pieces, stage, precision, data=data, replica=replica, microbatches=microbatches),
@@ -295,30 +265,6 @@ def _of_layout(layout: Layout, tx: optax.GradientTransformation) -> _Known:
 def _megatron(known: _Known, shards: int) -> float:
     params, *_, gradients = known.ledger
     return known.shard * megatron_bytes(shards=shards, param=params.per_param, grad=gradients.per_param)
-
-
-def _inside(known: _Known, stage: Stage, precision: Precision, microbatches: int, layers: int) -> Inside:
-    """What compiled programs were seen to hold: see `Inside`."""
-    gradients, gathered = float(known.ledger[3].bytes), 0.0
-    trained = [piece for piece in known.pieces if piece.trainable]
-    born = sum(piece.elements * piece.compute.itemsize for piece in trained)
-    summed = sum(piece.elements * precision.sum_dtype(piece.compute).itemsize for piece in trained)
-    cast = [piece.elements * (precision.reduce or piece.compute).itemsize for piece in trained]
-    largest = max(cast) if len(cast) > 1 else LARGEST * sum(cast)
-    if stage.reduce == "block":
-        gradients *= 2 if microbatches > 1 else 1  # those of all microbatches, and of this one
-        local = (2 * born + sum(cast)) / layers
-    elif microbatches > 1:
-        local = born + summed - (gradients if stage.grads == "replicated" else 0)  # which are reduced in place
-    elif stage.grads == "replicated":
-        local = 2 * born / layers
-    else:
-        local = born + largest
-    if stage.params == "sharded":
-        gradients += known.ledger[3].bytes * largest / sum(cast)
-        kept = ((piece, 2 / layers if piece.again else 1) for piece in known.pieces if piece.is_cut)
-        gathered = sum(piece.elements * piece.compute.itemsize * share for piece, share in kept)
-    return Inside(math.ceil(gradients), math.ceil(local), math.ceil(gathered))
 
 
 def _checked(axes: Mapping[str, int]) -> dict[str, int]:
