@@ -95,7 +95,7 @@ def compare(config: Config, mesh: Mesh, text: Text, record: Record, console: Con
     )
     console.print(
         f"Collectives of one step: bytes of the whole arrays that are gathered, scattered or reduced, in how many "
-        f"collectives, over which mesh axes, and the elements in models' worth (M is "
+        f"collectives, over which mesh axes, and the elements in models' worth, an all-reduce counted once (M is "
         f"{trials[0].job.n_params:,}). 'Written by jzero' reads the program as it is lowered; 'as "
         f"compiled' what XLA makes of it, with what the norm and the optimizer add."
     )
