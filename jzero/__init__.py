@@ -1,6 +1,7 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
 from jzero import audit, bandwidth, memory
+from jzero.estimate import estimate
 from jzero.explain import explain
 from jzero.grad import value_and_grad
 from jzero.layout import Layout
@@ -31,6 +32,7 @@ __all__ = [
     "bandwidth",
     "combine",
     "compiler_options",
+    "estimate",
     "explain",
     "gather",
     "hint",

@@ -21,7 +21,7 @@ from jzero.collectives import gather, wide
 from jzero.rules import Cut
 from jzero.run import BACKWARD, Run
 from jzero.shapes import moved
-from jzero.views import Pending, View
+from jzero.views import Pending, Reduced, View
 
 
 def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]] | None:
@@ -108,7 +108,7 @@ def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]
     run.gatherings[:] = [*before, *trial]
     for (k, y), value in zip(late.items(), reduced, strict=True):
         ys[k] = value
-        body.ends[k] = run.as_reduced(value, _final(y)), None
+        body.ends[k] = Reduced(value, _final(y)), None
     return carry, ys, new
 
 

@@ -70,28 +70,25 @@ def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
     return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
 
 
-def scatter(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Array:
-    """Sums a whole local gradient, times `share`, over all batch axes and keeps this device's shard of it, padded.
+def scatter_over_data(layout: Layout, grad: jax.Array, cut: Cut, share: float, born: Any = None) -> jax.Array:
+    """The first half of reducing a whole local gradient, times `share`, to this device's shard of it, padded.
 
-    One reduce-scatter over the data axes, then an all-reduce of the shard over the replica axes; of each model shard.
+    One reduce-scatter over the data axes, of each model shard; in the dtype of the gradient, or `born`, unless the
+    precision asks for another.
     """
-    return sum_over_replicas(layout, scatter_over_data(layout, grad, cut, share), cut, share, grad.dtype)
-
-
-def scatter_over_data(layout: Layout, grad: jax.Array, cut: Cut, share: float) -> jax.Array:
-    """The first half of `scatter`: one reduce-scatter over the data axes, of each model shard."""
     dim, axes = cut.dim, wide(layout, layout.data_axes)
     assert dim is not None
-    grad = _to_wire(layout, pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :])), share)
+    grad = pad(grad, (*grad.shape[:dim], cut.stored, *grad.shape[dim + 1 :]))
+    grad = _to_wire(layout, grad, share, grad.dtype if born is None else born)
     collective = functools.partial(lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     return _in_scope(layout, collective, cut, grad) if axes else grad
 
 
-def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut, share: float, dtype: Any) -> jax.Array:
-    """The second half of `scatter`, of a gradient that came in this dtype: one all-reduce of the shard."""
+def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut, share: float) -> jax.Array:
+    """The second half: one all-reduce of the shard over the replica axes. It comes as it is accumulated."""
     axes = wide(layout, layout.replica_axes)
     shard = _in_scope(layout, functools.partial(lax.psum, axis_name=axes), cut, shard) if axes else shard
-    return _from_wire(layout, shard, share, dtype)
+    return _from_wire(layout, shard, share)
 
 
 def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x: jax.Array) -> jax.Array:
@@ -100,28 +97,26 @@ def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x:
 
 
 def reduce(layout: Layout, leaf: Leaf, grad: jax.Array, share: float) -> jax.Array:
-    """Sums a leaf's whole local gradient, times `share`, and keeps what the stage's `grads` placement keeps."""
-    if layout.precision.reduce is None:
-        grad = grad.astype(leaf.dtype)  # which was summed over microbatches in a wider one
+    """Sums a leaf's whole local gradient, times `share`, and keeps what the stage's `grads` placement keeps.
+
+    It goes in the dtype that the loss gets the leaf in, whatever it was summed in over microbatches.
+    """
+    born = leaf.dtypes.compute
     if leaf.cut is None or layout.stage.grads == "replicated":
-        summed = all_reduce(layout, _to_wire(layout, grad, share), leaf)
-        return _from_wire(layout, summed, share, grad.dtype)
-    return scatter(layout, grad, leaf.cut, share)
+        return _from_wire(layout, all_reduce(layout, _to_wire(layout, grad, share, born), leaf), share)
+    return sum_over_replicas(layout, scatter_over_data(layout, grad, leaf.cut, share, born), leaf.cut, share)
 
 
-def _to_wire(layout: Layout, grad: jax.Array, share: float) -> jax.Array:
+def _to_wire(layout: Layout, grad: jax.Array, share: float, born: Any) -> jax.Array:
     """A gradient as it is reduced: in the dtype that the precision asks for, times `share` if that comes first."""
-    wire = grad.dtype
-    if jnp.issubdtype(wire, jnp.floating) and layout.precision.reduce is not None:
-        wire = layout.precision.reduce
+    asked = layout.precision.reduce
+    wire = born if asked is None or not jnp.issubdtype(born, jnp.floating) else asked
     return scaled(grad, share, wire) if layout.precision.divides_before(wire) else grad.astype(wire)
 
 
-def _from_wire(layout: Layout, grad: jax.Array, share: float, dtype: Any) -> jax.Array:
-    """What becomes of it once it is reduced, where it came in this dtype."""
-    precision, kept = layout.precision, dtype
-    if jnp.issubdtype(dtype, jnp.floating) and precision.accumulate is not None:
-        kept = precision.accumulate
+def _from_wire(layout: Layout, grad: jax.Array, share: float) -> jax.Array:
+    """What becomes of it once it is reduced: it is rounded once more at most, when all is done to it."""
+    precision, kept = layout.precision, layout.precision.sum_dtype(grad.dtype)
     return grad.astype(kept) if precision.divides_before(grad.dtype) else scaled(grad, share, kept)
 
 

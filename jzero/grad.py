@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -14,8 +15,9 @@ from jzero.check import check_batch, check_tree
 from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
 from jzero.loss import take_apart
+from jzero.loss_scale import DynamicLossScale
 from jzero.model_state import merge, warn_differing
-from jzero.rounding import scaled
+from jzero.rounding import cast, scaled
 from jzero.run import Gathering
 from jzero.stream import reduces_in_backward, stream
 
@@ -65,7 +67,7 @@ def value_and_grad(
             takes `model_state=` and returns `(loss, model_state)`, or with `has_aux` `(loss, (model_state, aux))`.
         layout: Placement of the params and of the gradients.
         microbatches: Into how many parts each device's batch is split; gradients are summed over them.
-        has_aux: Whether `loss_fn` returns an aux, which is averaged with the loss's weights.
+        has_aux: Whether `loss_fn` returns an aux, which is averaged with the loss's weights, in float32 or wider.
         with_key: Whether `loss_fn` takes a random key.
         with_model_state: Whether `loss_fn` takes and returns model state.
 
@@ -137,8 +139,8 @@ def gradient_program(
     unused = [False] * len(layout.trainable)
 
     def objective(leaves, batch, key, model_state, loss_scale):
-        leaves = [_as_computed(leaf, x) for leaf, x in zip(layout.leaves, leaves, strict=True)]
-        batch = precision.to_compute(batch)
+        leaves = [cast(x, leaf.dtypes.compute) for leaf, x in zip(layout.leaves, leaves, strict=True)]
+        batch = precision.cast_to_compute(batch)
         own = jax.tree.map(lambda x: x, model_state)  # the loss may change it in place, as nnx and equinox do
         given = ({"key": key} if with_key else {}) | ({"model_state": own} if with_model_state else {})
         out = loss_fn(layout.treedef.unflatten(leaves), batch, **given)
@@ -215,6 +217,9 @@ def gradient_program(
     def program(params, batch, key, model_state, loss_scale=None):
         check_tree("params", params, layout, layout.treedef, layout.leaves, stage.params)
         check_batch(batch, layout, microbatches=microbatches)
+        precision.check_batch(batch)
+        if isinstance(loss_scale, DynamicLossScale) or (loss_scale is not None and np.shape(loss_scale)):
+            raise TypeError(f"loss_scale={loss_scale!r}; wanted a scalar, such as state.loss_scale.scale.")
         for name, asked, given in (("key", with_key, key), ("model_state", with_model_state, model_state)):
             if asked and given is None:
                 raise ValueError(f"{name}=None, but with_{name}=True: pass {name}=, or give it to jzero.init.")
@@ -229,8 +234,3 @@ def gradient_program(
 
 def _fold(key, index):
     return None if key is None else jax.random.fold_in(key, index)
-
-
-def _as_computed(leaf, x):
-    """A param in the dtype that the loss gets."""
-    return x if x.dtype == leaf.dtypes.compute else x.astype(leaf.dtypes.compute)

@@ -18,6 +18,7 @@ from jzero.check import check_batch, check_structure
 from jzero.dtypes import moment_dtype
 from jzero.padding import is_concrete, pad, unpad
 from jzero.precision import AS_IT_IS, Precision
+from jzero.rounding import cast
 from jzero.rules import Leaf, place
 from jzero.stage import Placement, Stage
 
@@ -27,7 +28,7 @@ class Layout:
     """Where params, their gradients and any optimizer's state live on a mesh. Made by `zero`.
 
     Attributes:
-        mesh: The device mesh.
+        mesh: The device mesh; an `AbstractMesh` in a layout that was made to look at only.
         stage: The three placements, and when gradients are reduced.
         data_axes: Mesh axes over which leaves are cut.
         replica_axes: Mesh axes over which the cut leaves are repeated (HSDP, MiCS).
@@ -294,11 +295,8 @@ class Layout:
             >>> layout.computed({"w": jnp.ones(8)})["w"].dtype
             dtype(bfloat16)
         """
-
-        def cast(path, x, leaf):
-            return x if x.dtype == leaf.dtypes.compute else x.astype(leaf.dtypes.compute)
-
-        return self._map("params", self.logical(params, replicate=replicate), None, cast)
+        logical = self.logical(params, replicate=replicate)
+        return self._map("params", logical, None, lambda path, x, leaf: cast(x, leaf.dtypes.compute))
 
     def stored(self, tree: Any, *, tx: optax.GradientTransformation | None = None) -> Any:
         """The tree with the shapes that a `TrainState` of this layout holds, the inverse of `logical`.

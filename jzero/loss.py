@@ -83,6 +83,7 @@ def take_apart(out: Any, *, has_aux: bool, with_model_state: bool, model_state: 
                 f"aux{keystr(path)} has dtype {x.dtype}; aux is averaged over the batch, so it must be floating. "
                 f"Cast it, for example with .astype('float32')."
             )
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # it is summed over devices and microbatches
         # Without the `where`, the mean of nothing (0/0) in one microbatch would spoil the mean of all.
         return x if weight is None else jnp.where(weight == 0, 0, x * weight.astype(x.dtype))
 

@@ -80,9 +80,9 @@ class DynamicLossScale:
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """The state after a step whose gradients were finite, or not."""
         clean = jnp.where(finite, state.clean + 1, 0)
-        grows = clean == self.growth_interval
+        grows = clean >= self.growth_interval
         shrinks = ~finite & (state.hysteresis <= 1)
-        smaller = jnp.maximum(state.scale / self.factor, self.minimum)
+        smaller = jnp.minimum(jnp.maximum(state.scale / self.factor, self.minimum), state.scale)
         # A float32 ends at 2 ** 128: what would be larger stays.
         larger = jnp.where(jnp.isfinite(state.scale * self.factor), state.scale * self.factor, state.scale)
         left = jnp.where(finite | shrinks, state.hysteresis, state.hysteresis - 1)
@@ -91,6 +91,10 @@ class DynamicLossScale:
             clean=jnp.where(grows, 0, clean),
             hysteresis=jnp.where(grows | (finite & self.consecutive_hysteresis), self.hysteresis, left),
         )
+
+    def fits(self, state: LossScaleState) -> bool:
+        """Whether a state is one of a dynamic loss scale."""
+        return int(state.hysteresis) > 0
 
     def is_exhausted(self, state: LossScaleState, finite: jax.Array) -> jax.Array:
         """Whether a step that found this state has overflowed where the scale can shrink no more."""
@@ -120,6 +124,10 @@ class StaticLossScale:
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """The same state."""
         return state
+
+    def fits(self, state: LossScaleState) -> bool:
+        """Whether a state is that of this loss scale."""
+        return int(state.hysteresis) == 0 and float(state.scale) == float(self.init().scale)
 
     def is_exhausted(self, state: LossScaleState, finite: jax.Array) -> jax.Array:
         """Never: there is no floor."""

@@ -60,7 +60,7 @@ def stored_bytes(layout: Layout, tx: optax.GradientTransformation) -> StoredByte
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Bytes per device of the reduced gradients, which live only inside of a step; from shapes alone."""
+    """Bytes per device of the reduced gradients, which live only inside of a step; without a loss scale."""
     leaves = [replace(leaf, dtype=leaf.dtypes.grad) for leaf in layout.trainable]
     return sum(leaf_bytes(layout, leaf, layout.stage.grads) for leaf in leaves)
 
@@ -70,16 +70,25 @@ class Formula:
     """Bytes per device that ZeRO promises.
 
     Attributes:
-        stored: Between steps: params, master copies and optimizer state.
+        params: The params, between steps.
+        master: Their master copies; 0 where the optimizer moves on the params themselves.
+        opt_state: Optimizer state.
         gradients: The reduced gradients inside of a step. At stages 2 and 3 whole ones of one block come on top.
     """
 
-    stored: float
+    params: float
+    master: float
+    opt_state: float
     gradients: float
+
+    @property
+    def stored(self) -> float:
+        """Between steps: params, master copies and optimizer state."""
+        return self.params + self.master + self.opt_state
 
 
 def formula(
-    stage: int | Stage, *, params: int, shards: int, precision: str | Precision = "fp32", moments: int = 2
+    stage: int | Stage, *, params: float, shards: int, precision: str | Precision = "fp32", moments: float = 2
 ) -> Formula:
     """Bytes per device that ZeRO promises: 12P, 4P + 8P/N and 12P/N stored, for Adam in float32.
 
@@ -108,7 +117,9 @@ def formula(
     master = 0 if stored == dtypes.master else dtypes.master.itemsize
     moment = moment_dtype(precision, dtypes.update, dtypes).itemsize
     return Formula(
-        params * (stored.itemsize / share[stage.params] + (master + moments * moment) / share[stage.opt_state]),
+        params * stored.itemsize / share[stage.params],
+        params * master / share[stage.opt_state],
+        params * moments * moment / share[stage.opt_state],
         params * dtypes.grad.itemsize / share[stage.grads],
     )
 

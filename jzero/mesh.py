@@ -4,12 +4,43 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
-def platform_of(mesh: Mesh) -> str:
-    """What the mesh's devices are: "cpu", "gpu" or "tpu"."""
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """What the mesh's devices are: "cpu", "gpu" or "tpu".
+
+    Raises:
+        ValueError: The mesh has no devices.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(f"{mesh} has no devices, so nothing can run on it; make the mesh with jzero.make_mesh.")
     return mesh.devices.flat[0].platform
+
+
+def abstract_mesh(**axes: int) -> AbstractMesh:
+    """A mesh without devices, of any size, to plan for: `zero`, `explain` and `memory` take it, and nothing can run.
+
+    Args:
+        **axes: Size of each axis by name.
+
+    Raises:
+        ValueError: No axis, or a size that is not positive.
+        TypeError: A size that is not an int.
+
+    Example:
+        >>> layout = jzero.zero({"w": jnp.ones((4096, 64))}, stage=3, mesh=abstract_mesh(replica=16, data=64))
+        >>> layout.leaves[0].local("sharded", layout.shards)
+        (4096, 1)
+    """
+    if not axes:
+        raise ValueError("abstract_mesh needs at least one named axis, for example abstract_mesh(data=64).")
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"abstract_mesh: axis {name!r} has size {size!r}; sizes are ints.")
+        if size < 1:
+            raise ValueError(f"abstract_mesh: axis {name!r} has size {size}; sizes are positive.")
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:

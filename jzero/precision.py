@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -27,26 +27,29 @@ class Precision:
         compute: Dtype in which the loss gets its params, and in which they are gathered. Leaves that are no floats of
             16 bits or more stay as they are.
         reduce: Dtype in which gradients are reduced; None: that of the gradient where it is born.
-        accumulate: Dtype of the reduced gradients, and in which those of microbatches are summed; None: the gradients
-            have the compute dtype, and are summed in float32 or wider.
+        accumulate: Dtype of the reduced gradients, and in which those of microbatches are summed; None: they are summed
+            in float32 or wider, and come in the compute dtype, or in float32 under a loss scale.
         moments: Dtype in which optimizer state with the shape of a param is stored; the optimizer still computes in
-            that of the master weights, in at least float32. None: as the optimizer makes it, and without master weights
-            no wider than the params.
+            that of the master weights, in at least float32. None: as the optimizer makes it, but no wider than what it
+            moves on.
         exempt: Shell patterns on paths; leaves that one matches (norms, routers) reach the loss in their own dtype.
         divide: Whether gradients are divided by the number of devices and microbatches "before" they are reduced or
             "after". None: before in float16, whose sums overflow; else after, where a shard takes a fraction of the
             time.
         stochastic_rounding: Whether bfloat16 state is rounded up or down at random, as near as each is, so that updates
             smaller than half its last bit are not lost (Gupta et al. 2015, arXiv:1502.02551). The bits depend on the
-            step and on nothing else.
+            step and the place in the tree alone.
         cast_batch: Shell patterns on paths of the batch, such as "*": floating leaves that one matches are cast to the
             compute dtype. A float32 input that is not makes float32 of the params that it meets; a mask or a target is
             better left alone. None: no leaf is cast, and a warning names those that are wider than the params.
 
     Raises:
         ValueError: An unknown dtype; float64 without JAX's x64 mode; `compute` or `moments` wider than `master`;
-            stochastic rounding where nothing is stored in bfloat16.
+            stochastic rounding where nothing is stored in bfloat16; `exempt` or `cast_batch` without a `compute`.
         TypeError: `exempt` or `cast_batch` is no list of patterns, or `stochastic_rounding` no bool.
+
+    Warns:
+        UserWarning: State that the optimizer moves on is rounded to the nearest number of 16 bits.
 
     Example:
         >>> Precision(exempt=("*norm*",)).compute
@@ -68,6 +71,10 @@ class Precision:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         for name in ("exempt", "cast_batch"):
             patterns = getattr(self, name)
+            if patterns and self.compute is None:
+                raise ValueError(
+                    f"Precision: {name}={patterns!r} with compute=None, where nothing is cast. Leave it out."
+                )
             if patterns is None and name == "cast_batch":
                 continue
             if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
@@ -85,6 +92,15 @@ class Precision:
                     f"Precision: {name}={dtype} is wider than {owner}={widest}, which it is made from or updates; make "
                     f"{owner} as wide, or {name} narrower."
                 )
+        stored = {name: getattr(self, name) for name in (owner, "moments") if getattr(self, name) is not None}
+        for name, dtype in stored.items():
+            if dtype.itemsize < 4 and not (self.stochastic_rounding and dtype == jnp.bfloat16):
+                way_out = "pass stochastic_rounding=True" if dtype == jnp.bfloat16 else "use bfloat16 with rounding"
+                warnings.warn(
+                    f"Precision: {name}={dtype} keeps what the optimizer moves in 16 bits, rounded to nearest: small "
+                    f"updates, and Adam's second moment, stay where they are. Choose float32, or {way_out}.",
+                    stacklevel=3,
+                )
         if self.stochastic_rounding and "bfloat16" not in (getattr(self, owner), self.moments):
             raise ValueError(
                 f"Precision: stochastic_rounding=True, but neither {owner}={getattr(self, owner)} nor "
@@ -97,29 +113,43 @@ class Precision:
             return jnp.promote_types(dtype, jnp.float32)
         return self.accumulate
 
-    def to_compute(self, batch: Any) -> Any:
-        """The batch with what `cast_batch` matches in the compute dtype. Warns of wider leaves where it is None."""
+    def cast_to_compute(self, batch: Any) -> Any:
+        """The batch, with what `cast_batch` matches in the compute dtype."""
+        return tree_map_with_path(lambda path, x: x.astype(self.compute) if self._casts(path, x) else x, batch)
 
-        def cast(path, x):
-            if self.compute is None or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-                return x
-            name = keystr(path, simple=True, separator="/")
-            if any(fnmatchcase(name, pattern) for pattern in self.cast_batch or ()):
-                return x.astype(self.compute)
-            if self.cast_batch is None and jnp.result_type(x).itemsize > self.compute.itemsize:
-                warnings.warn(
-                    f"batch{keystr(path)} is {jnp.result_type(x)}, and where it meets params in {self.compute} JAX "
-                    f"computes in {jnp.promote_types(jnp.result_type(x), self.compute)}. To cast it, pass "
-                    f"jzero.Precision(..., cast_batch=({name or '*'!r},)); if it is meant to be so, cast_batch=().",
-                    stacklevel=4,
+    def check_batch(self, batch: Any) -> None:
+        """Warns of leaves that are wider than the params and not cast; raises where a pattern matches none."""
+        named = tree_flatten_with_path(batch)[0]
+        for pattern in self.cast_batch or ():
+            if not any(fnmatchcase(_name(path), pattern) for path, _ in named):
+                raise ValueError(
+                    f"Precision: cast_batch has a pattern {pattern!r} that matches none of the paths of the batch, "
+                    f"{', '.join(repr(_name(path)) for path, _ in named[:3])}."
                 )
-            return x
+        if self.cast_batch is not None or self.compute is None:
+            return
+        for path, x in named:
+            dtype = jnp.result_type(x)
+            if str(dtype) in DTYPES and dtype.itemsize > self.compute.itemsize:
+                warnings.warn(
+                    f"batch{keystr(path)} is {dtype}, and where it meets params in {self.compute} JAX computes in "
+                    f"{jnp.promote_types(dtype, self.compute)}. To cast it, pass "
+                    f"jzero.Precision(..., cast_batch=({_name(path) or '*'!r},)); if it is meant to be so, "
+                    f"cast_batch=().",
+                    stacklevel=3,
+                )
 
-        return tree_map_with_path(cast, batch)
+    def _casts(self, path: Any, x: Any) -> bool:
+        matches = any(fnmatchcase(_name(path), pattern) for pattern in self.cast_batch or ())
+        return matches and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
     def divides_before(self, wire: Any) -> bool:
         """Whether a gradient that is reduced in the dtype `wire` is divided before."""
         return wire == jnp.float16 if self.divide is None else self.divide == "before"
+
+
+def _name(path: Any) -> str:
+    return keystr(path, simple=True, separator="/")
 
 
 def _dtype(name: str, value: Any) -> Any:

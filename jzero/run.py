@@ -76,10 +76,6 @@ class Run:
         x = self.whole(x, None)
         return Pending(x, want) if self.lazy else self.due(Pending(x, want))
 
-    def as_reduced(self, shard: jax.Array, cut: Cut) -> Reduced:
-        """A shard of a gradient that has been reduced."""
-        return Reduced(shard, cut, self.layout.precision.accumulate)
-
     def due(self, x: Pending) -> Reduced:
         """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
         return self.summed(x, self.scattered(x))
@@ -90,8 +86,7 @@ class Run:
 
     def summed(self, x: Pending, shard: jax.Array) -> Reduced:
         """The second half of `due`, of which the first has made this shard."""
-        shard = sum_over_replicas(self.layout, shard, x.cut, self.share, x.value.dtype)
-        reduced = self.as_reduced(shard, x.cut)
+        reduced = Reduced(sum_over_replicas(self.layout, shard, x.cut, self.share), x.cut)
         for eqn, others in x.after:
             reduced = reduced.through(eqn, list(others))
         return reduced

@@ -39,7 +39,7 @@ def scan(run: Run, eqn: Any, ins: list[Any], wants: list[Cut | None], evaluate: 
             return View(body.xs[source].shards, y.dtype, y.after)
         if isinstance(y, View):
             return y.on(value, run.phase, y.shards.cut.outside())
-        return run.as_reduced(value, y.cut.outside()) if isinstance(y, Reduced) else value
+        return Reduced(value, y.cut.outside()) if isinstance(y, Reduced) else value
 
     ys = [outside(end, value) for end, value in zip(body.ends, stacked, strict=True)]
     return [*carry, *(run.reduced(y, want) for y, want in zip(ys, body.wants, strict=True))]

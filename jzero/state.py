@@ -19,6 +19,7 @@ from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.mesh import platform_of
 from jzero.padding import pad, unpad
 from jzero.partition import combine, partition
+from jzero.rounding import cast
 from jzero.rules import Leaf
 
 
@@ -53,7 +54,14 @@ def state_shardings(tx: optax.GradientTransformation, layout: Layout) -> TrainSt
     """NamedShardings of a whole `TrainState`, in its structure; one stands for all of what is whole on every device."""
     whole = layout.sharding(P())
     return TrainState(
-        layout.param_shardings, layout.opt_shardings(tx), whole, whole, whole, layout.master_shardings, whole, whole
+        params=layout.param_shardings,
+        opt_state=layout.opt_shardings(tx),
+        step=whole,
+        key=whole,
+        model_state=whole,
+        master=layout.master_shardings,
+        loss_scale=whole,
+        skipped=whole,
     )
 
 
@@ -82,7 +90,7 @@ def masters_of(layout: Layout, copies: Sequence[jax.Array]) -> Any:
 
 
 def master_params(state: TrainState, layout: Layout, *, replicate: bool = False) -> Any:
-    """The weights at their full precision, at any stage: what to export, and what the optimizer moves on.
+    """The weights that the optimizer moves on, as precise as they are, at any stage: what to export.
 
     `state.params` is what the next step starts from: with `precision="bf16"` the bfloat16 copy at stages 0 to 2, the
     float32 weights at stage 3.
@@ -93,8 +101,9 @@ def master_params(state: TrainState, layout: Layout, *, replicate: bool = False)
         replicate: Outside of jit, make padded leaves whole on every device, as for `Layout.logical`.
 
     Returns:
-        A tree like the params, with logical shapes. Trainable leaves come in the precision's `master` dtype; others,
-        and all if it has none, in the dtype that they were made in, of which narrower storage may have cost bits.
+        A tree like the params, with logical shapes. Trainable leaves come in the precision's `master` dtype, or as they
+        are stored if it has none; the others in the dtype that they were made in, of which narrower storage may have
+        cost bits.
         Placed as the optimizer state where there is a copy, else as the params. No collective runs, but for
         `replicate`.
 
@@ -109,9 +118,7 @@ def master_params(state: TrainState, layout: Layout, *, replicate: bool = False)
     tree = combine(layout.trainable_treedef.unflatten(owned(state, layout)), partition(state.params, layout)[1])
     logical = jax.tree.leaves(layout.logical(tree, replicate=replicate))
     dtypes = [leaf.dtypes.master if leaf.trainable else leaf.dtypes.given for leaf in layout.leaves]
-    return layout.treedef.unflatten(
-        [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(logical, dtypes, strict=True)]
-    )
+    return layout.treedef.unflatten([cast(x, dtype) for x, dtype in zip(logical, dtypes, strict=True)])
 
 
 def init(
@@ -179,17 +186,16 @@ def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformati
 
     given = [replace(leaf, dtype=leaf.dtypes.given) for leaf in layout.leaves]
 
-    def cast(x, dtype):
-        return x if x.dtype == dtype else x.astype(dtype)
-
     def born(*args, key=None, model_state=None, loss_scale=None):
         params = init_params(*args)
         check_tree("init_params(...)", params, layout, layout.treedef, given, "replicated")
         warn_shared("init_params(...)", params)
         # Random bits take several times the memory of the numbers made of them: each device makes its own part only.
         params = list(map(cut, given, jax.tree.leaves(params)))
+        # What is a copy is made from its master at once, as it will be from the first update on.
+        params = [cast(x, leaf.dtypes.master) for leaf, x in zip(layout.leaves, params, strict=True)]
         pairs = list(zip(layout.leaves, params, strict=True))
-        trained = [cast(x, leaf.dtypes.master) for leaf, x in pairs if leaf.trainable]
+        trained = [x for leaf, x in pairs if leaf.trainable]
         seen = [cast(x, leaf.dtypes.update) for leaf, x in zip(layout.trainable, trained, strict=True)]
         opt_state = tx.init(layout.trainable_treedef.unflatten(seen))
         treedef, leaves = layout.opt_leaves(tx)

@@ -22,6 +22,7 @@ from jzero.mesh import platform_of
 from jzero.metrics import global_norm, learning_rates, matching
 from jzero.model_state import warn_differing
 from jzero.options import compiler_options as options_for
+from jzero.padding import is_concrete
 from jzero.state import TrainState, check_state, state_shardings
 from jzero.update import apply_gradients
 
@@ -106,8 +107,9 @@ def train_step(
         nonfinite: What becomes of a step whose gradients are not finite, on any device and in any microbatch: "skip"
             leaves params, optimizer state, model state and `step` as they were, bit for bit, and says so in the
             metrics, with a warning when many are skipped in a row; "raise" does so and raises; "keep" takes it. None:
-            "skip" with a loss scale, else "keep".
-        spike: Also skip a step whose gradient norm is more than this many times its running mean. None: never.
+            "skip" with a loss scale or `spike`, else "keep".
+        spike: Also skip a step whose gradient norm is more than this many times its running mean; the loss scale counts
+            it as clean. None: never.
         norm_groups: Names and shell patterns on paths: `metrics["grad_norms"]` has the norm over the leaves that each
             matches, before clipping.
         has_aux: As for `value_and_grad`.
@@ -115,7 +117,8 @@ def train_step(
         with_model_state: As for `value_and_grad`; the model state is `state.model_state`, from
             `init(..., model_state=)`.
         wait: Whether each call waits for its loss. None: on CPU only, where simulated devices that run ahead can
-            time out in a collective.
+            time out in a collective. Where steps can be skipped, a call that does not wait for its own step still waits
+            for the one before, to report it.
         compiler_options: XLA's options for the step. None: `jzero.compiler_options(layout)`; {}: XLA's defaults, which
             `jitted` needs to be called inside of another `jax.jit`, where JAX takes no options.
 
@@ -129,10 +132,10 @@ def train_step(
     Raises:
         ValueError: A `clip_norm` that is not positive, an unknown `nonfinite`, a `spike` of 1 or less, a pattern that
             matches no trainable leaf; from the step, before any work: whatever `value_and_grad` and `apply_gradients`
-            refuse, a state that an earlier call has donated, and one that was made with another loss scale.
+            refuse, a state that an earlier call has donated, and one with a loss scale of another kind or number.
         jzero.guard.Nonfinite: From the step: gradients that are not finite under `nonfinite="raise"`, or an overflow
-            with the loss scale at its minimum. Where steps are not waited for, from the step after. Its `state` is the
-            one to go on from.
+            with the loss scale at its minimum. Where steps are not waited for it comes from the call after, and of the
+            last one only `metrics` tell. Its `state` is the one to go on from.
 
     Warns:
         UserWarning: Params in float16 without a loss scale.
@@ -155,7 +158,7 @@ def train_step(
             "nonfinite='keep' with a loss scale: gradients that overflow at a scale that is too large would be taken. "
             "Leave it out, or choose 'skip' or 'raise'."
         )
-    guard = Guard(nonfinite or ("keep" if scaling is None else "skip"), spike)
+    guard = Guard(nonfinite or ("keep" if scaling is None and spike is None else "skip"), spike)
     groups = matching(norm_groups or {}, layout)
     if scaling is None and any(leaf.dtypes.compute == jnp.float16 for leaf in layout.trainable):
         warnings.warn(
@@ -186,12 +189,12 @@ def train_step(
         if clip_norm is not None:
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
-        finite = jnp.isfinite(norm)
         take = exhausted = None
         if not guard.is_off:
             take, skipped = guard.judge(norm, state.skipped)
             state = replace(state, skipped=skipped)
         if scaling is not None:
+            finite = jnp.isfinite(norm)
             exhausted = scaling.is_exhausted(state.loss_scale, finite)
             state = replace(state, loss_scale=scaling.update(state.loss_scale, finite))
         if with_model_state:
@@ -223,6 +226,11 @@ def train_step(
             raise ValueError(
                 f"state.loss_scale: the state has {have}, and train_step was given {want}. Pass the same loss_scale= "
                 f"to jzero.init and jzero.train_step."
+            )
+        if scaling is not None and is_concrete(state.loss_scale.scale) and not scaling.fits(state.loss_scale):
+            raise ValueError(
+                f"state.loss_scale: the state stands at {float(state.loss_scale.scale):g}, made by another loss scale "
+                f"than the {loss_scale} of train_step. Pass the same loss_scale= to jzero.init and jzero.train_step."
             )
 
     shardings = state_shardings(tx, layout)

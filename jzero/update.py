@@ -15,7 +15,7 @@ from jzero.collectives import gather_params
 from jzero.layout import Layout
 from jzero.padding import pad, unpad
 from jzero.partition import combine, partition
-from jzero.rounding import rounded
+from jzero.rounding import cast, rounded
 from jzero.state import TrainState, check_state, owned
 
 
@@ -37,17 +37,13 @@ def _update(state, grads, tx, layout, functions, values, when):
             [unpad(x, leaf.shape).astype(leaf.dtypes.update) for x, leaf in zip(shards, leaves, strict=True)]
         )
 
-    def cast(arrays, dtypes):
-        return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
-
     treedef, opt_leaves = layout.opt_leaves(tx)
     before, opt_before = to_shards(owned(state, layout)), jax.tree.leaves(state.opt_state)
     trained = to_optimizer(before)
     if "grad" in values:
         values["grad"] = to_optimizer(to_shards(jax.tree.leaves(values["grad"])))
-    opt_state = treedef.unflatten(
-        cast(jax.tree.leaves(layout.logical(state.opt_state, tx=tx)), [leaf.dtypes.update for leaf in opt_leaves])
-    )
+    opt_state = jax.tree.leaves(layout.logical(state.opt_state, tx=tx))
+    opt_state = treedef.unflatten([cast(x, leaf.dtypes.update) for x, leaf in zip(opt_state, opt_leaves, strict=True)])
     try:
         updates, opt_state = optax.with_extra_args_support(tx).update(
             to_optimizer(to_shards(jax.tree.leaves(grads))), opt_state, trained, **dict(functions), **values
@@ -84,10 +80,12 @@ def _update(state, grads, tx, layout, functions, values, when):
 
 def _rounded(arrays, dtypes, step, layout):
     """What the optimizer made, in the dtypes that are stored; the bits for rounding at random depend on the step."""
+    if not layout.precision.stochastic_rounding:
+        return [cast(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
     key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
-    keys = [jax.random.fold_in(key, i) if layout.precision.stochastic_rounding else None for i in range(len(arrays))]
     return [
-        x if x.dtype == dtype else rounded(x, dtype, key) for x, dtype, key in zip(arrays, dtypes, keys, strict=True)
+        rounded(x, dtype, jax.random.fold_in(key, index))
+        for index, (x, dtype) in enumerate(zip(arrays, dtypes, strict=True))
     ]
 
 
@@ -158,6 +156,9 @@ def apply_gradients(
         Array(0.5, dtype=float32)
     """
     check_state(state, tx, layout)
+    if when is not None and (jnp.shape(when) or jnp.result_type(when) != jnp.dtype(bool)):
+        raise TypeError(f"apply_gradients: when is {jnp.result_type(when)}{jnp.shape(when)}; wanted a bool scalar.")
+    when = when if when is None else jnp.asarray(when)
     came = [x.dtype for x in jax.tree.leaves(grads) if hasattr(x, "dtype")]
     plain, unscaled = (
         tuple(replace(leaf, dtype=leaf.grad_dtype(scaled=scaled)) for leaf in layout.trainable)

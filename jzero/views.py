@@ -3,7 +3,7 @@
 A leaf that is whole over the data axes, but cut over model axes, is followed in the same way.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -121,25 +121,24 @@ class Reduced:
     """A gradient that has been reduce-scattered.
 
     Attributes:
-        value: This device's shard.
+        value: This device's shard, in the dtype that gradients are accumulated in, whatever the program says.
         cut: How the whole is cut.
-        dtype: The dtype that it keeps, whatever it is cast to; None if it is cast as the program says.
     """
 
     value: jax.Array
     cut: Cut
-    dtype: Any
 
     def through(self, eqn: Any, others: list[Any]) -> "Reduced":
         """The gradient after a linear operation that keeps the shards intact."""
         if eqn.primitive.name == "add_any":
             assert isinstance(others[0], Reduced)
-            return replace(self, value=lax.add(self.value, others[0].value))
+            dtype = jnp.promote_types(self.value.dtype, others[0].value.dtype)
+            return Reduced(lax.add(self.value.astype(dtype), others[0].value.astype(dtype)), self.cut)
         cut = moved(eqn, self.cut)
         assert cut is not None
-        if eqn.primitive.name == "convert_element_type" and self.value.dtype == self.dtype:
-            return self
-        return replace(self, value=on_shard(eqn, self.value, self.cut.dim, *others), cut=cut)
+        if eqn.primitive.name == "convert_element_type":
+            return self  # it is rounded once, at the end
+        return Reduced(on_shard(eqn, self.value, self.cut.dim, *others), cut)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -27,7 +27,7 @@ def zero(
     params: Any,
     *,
     stage: int | Stage,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     data_axes: Sequence[str] = ("data",),
     replica_axes: Sequence[str] = (),
     min_shard_size: int = MIN_SHARD_SIZE,
@@ -46,7 +46,8 @@ def zero(
     Args:
         params: A tree of arrays or `jax.ShapeDtypeStruct`s (as from `jax.eval_shape`).
         stage: 0, 1, 2, 3 or a `Stage` of your own.
-        mesh: A mesh whose axes are of type `Auto`, as `make_mesh` makes it.
+        mesh: A mesh whose axes are of type `Auto`, as `make_mesh` makes it; one without devices
+            (`jzero.mesh.abstract_mesh`) will do to look at the layout, but not to run anything.
         data_axes: Axes over which leaves are cut.
         replica_axes: Axes over which the cut leaves are repeated: hybrid sharding (HSDP; MiCS, arXiv:2205.00119).
         min_shard_size: Leaves with fewer elements than this stay whole.
@@ -92,7 +93,7 @@ def zero(
         >>> layout.param_specs, layout.grad_specs
         ({'scale': P(), 'table': P(None, 'data')}, {'scale': P(), 'table': None})
     """
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"zero: mesh is a {type(mesh).__name__}; make one with jzero.make_mesh(data=-1).")
     stage = as_stage(stage)
     data_axes = _axes("data_axes", data_axes, mesh)
@@ -147,7 +148,8 @@ def zero(
             strict=True,
         )
     )
-    early = platform_of(mesh) == "gpu" if ahead is None else ahead
+    early = isinstance(mesh, Mesh) and platform_of(mesh) == "gpu" if ahead is None else ahead
+    mesh = cast(Mesh, mesh)  # all that only looks at a layout takes an AbstractMesh just as well
     return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early, precision)
 
 
@@ -160,7 +162,7 @@ def _name(path) -> str:
     return keystr(path, simple=True, separator="/")
 
 
-def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+def _axes(option: str, axes: Sequence[str], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     for axis in axes:
         if axis not in mesh.axis_names:
@@ -170,7 +172,7 @@ def _axes(option: str, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     return axes
 
 
-def _ruled(named, rules, mesh: Mesh, batch_axes: tuple[str, ...]) -> list[Model]:
+def _ruled(named, rules, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]) -> list[Model]:
     """For each leaf the axes that its rule gives to each of its dims."""
     if not isinstance(rules, list | tuple) or not all(
         isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and is_plain(rule[1])

@@ -21,10 +21,12 @@ WITH_BARRIERS: Options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 def lower_update(tx: optax.GradientTransformation, layout: jzero.Layout, **extra: Any) -> jax.stages.Lowered:
     """Lowers the update. Of `extra`, functions are called and the rest are shapes; `grad` is the gradient itself."""
-    params = layout.treedef.unflatten([leaf.placed("replicated") for leaf in layout.leaves])
+    params = layout.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtypes.given) for leaf in layout.leaves])
     state = jax.eval_shape(compile_init(lambda p: p, tx, layout), params)
     state = jax.tree.map(placed, state, spread(state_shardings(tx, layout), state))
-    grads = layout.treedef.unflatten([leaf.placed(layout.stage.grads) for leaf in layout.leaves])
+    grads = layout.treedef.unflatten(
+        [leaf.placed(layout.stage.grads).update(dtype=leaf.dtypes.grad) for leaf in layout.leaves]
+    )
     grads = jax.tree.map(placed, grads, layout.grad_shardings)
     functions = {name: x for name, x in extra.items() if callable(x)}
     values = {name: x for name, x in extra.items() if name not in functions and name != "grad"}

@@ -23,8 +23,14 @@ MESHES = {
 RULES = [("up", P(None, "model")), ("down", P("model"))]
 FP16 = jzero.Precision(compute="float16", cast_batch=("x",))
 BF16 = jzero.Precision(cast_batch=("x",))
-# Momentum and a schedule: both must stand still where a step is skipped.
-TX = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(optax.linear_schedule(0.02, 0.0, 100)))
+
+
+def make_tx():
+    """Momentum and a schedule: both must stand still where a step is skipped."""
+    return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(optax.linear_schedule(0.02, 0.0, 100)))
+
+
+TX = make_tx()
 
 
 @functools.cache

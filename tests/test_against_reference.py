@@ -153,7 +153,10 @@ def check_float32(stage, mesh, microbatches, scale):
         assert np.abs(np.asarray(flatten(params)[path], np.float64) - leaf).max() < 1e-3 * moved[path]
 
 
-@pytest.mark.parametrize(("stage", "mesh", "microbatches", "scale"), [(1, "8", 4, "static"), (3, "2x4", 2, "dynamic")])
+@pytest.mark.parametrize(
+    ("stage", "mesh", "microbatches", "scale"),
+    [pytest.param(1, "2x4", 4, "static", marks=pytest.mark.slow), (3, "2x4", 2, "dynamic")],
+)
 def test_in_float32_each_step_is_that_of_the_reference(stage, mesh, microbatches, scale):
     check_float32(stage, mesh, microbatches, scale)
 

@@ -145,7 +145,7 @@ def test_no_sum_over_replicas_waits_for_the_scatter_in_front_of_it():
     deep = deeper(models.init_params(jax.random.key(0)))
     for layout, program, params in programs(models.loss("remat"), {"replica": 2, "data": 4}, 3, deep):
         jaxpr = jax.make_jaxpr(program)(params, models.batch()).jaxpr
-        (loop,) = loops_with(jaxpr, "reduce_scatter")
+        (loop,) = list(loops_with(jaxpr, "reduce_scatter"))
         assert "psum" in {name for eqn in inner_jaxpr(loop)[0].eqns for name in primitives(eqn)}
         assert waits(loop, "psum", "reduce_scatter") is not layout.ahead
         assert waits(loop, "psum", "dot_general") is not layout.ahead

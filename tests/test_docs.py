@@ -12,7 +12,7 @@ import pytest
 
 import jzero
 
-MODULES = ["jzero", *(f"jzero.{module.name}" for module in pkgutil.iter_modules(jzero.__path__))]
+MODULES = ["jzero", *(module.name for module in pkgutil.walk_packages(jzero.__path__, "jzero."))]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,13 +5,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from experiments.gpt import data, devices, report
 from experiments.gpt.compare import compare
-from experiments.gpt.config import Config, parse_loss_scale, parse_mesh
+from experiments.gpt.config import Config, Precision, parse_loss_scale, parse_mesh
 from experiments.gpt.job import build
 from experiments.gpt.ngram import ByteTrigrams
 from experiments.gpt.record import Record
@@ -65,8 +65,7 @@ def parser() -> argparse.ArgumentParser:
         f"fp32; bf16 or fp16 with float32 master weights; bf16-pure, all stored in bfloat16 "
         f"(default: {Config.precision}; slow on CPUs, but for fp32)"
     )
-    precisions = ("fp32", "bf16", "fp16", "bf16-pure")
-    group.add_argument("--precision", choices=precisions, default=Config.precision, help=text)
+    group.add_argument("--precision", choices=get_args(Precision), default=Config.precision, help=text)
     text = "a number, 'dynamic', or 0 for none (default: dynamic for fp16, else none)"
     group.add_argument("--loss-scale", type=_parsed(parse_loss_scale), metavar="X", help=text)
 

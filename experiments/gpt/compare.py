@@ -137,7 +137,7 @@ def _table(config: Config, trials: list[Trial]) -> Table:
         row(" master", [f"{t.master_bytes:,}" for t in trials])
     row(" all", [f"{t.params_bytes + t.master_bytes + t.opt_bytes:,}" for t in trials])
     if config.optimizer == "adamw":
-        row(" formula", [f"{report.formula_bytes(config, t.job):,.0f}" for t in trials])
+        row(" formula", [f"{report.formula_bytes(t.job):,.0f}" for t in trials])
         row("", report.FORMULAS[config.precision])
     heading("a step")
     row(" temp bytes", ["?" if t.temp_bytes is None else f"{t.temp_bytes:,}" for t in trials])

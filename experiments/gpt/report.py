@@ -86,7 +86,7 @@ def show_bytes(console: Console, config: Config, job: Job, state: jzero.TrainSta
     console.print(table)
     if config.optimizer == "adamw":
         formula = FORMULAS[config.precision][config.stage]
-        ideal = formula_bytes(config, job)
+        ideal = formula_bytes(job)
         console.print(
             f"ZeRO's formula for Adam in {config.precision}: {formula} = {ideal:,.0f} with P = {model_shard(job):,} "
             f"{'(one model shard) ' if layout.model_axes else ''}and N = {layout.shards}; the layout is "
@@ -100,11 +100,11 @@ def most_bytes(tree) -> int:
     return max(jzero.memory.live_bytes(tree).values(), default=0)
 
 
-def formula_bytes(config: Config, job: Job) -> float:
+def formula_bytes(job: Job) -> float:
     """Bytes per device that ZeRO promises for Adam to store."""
     layout = job.layout
     sizes = {"params": model_shard(job), "shards": layout.shards}
-    return jzero.memory.formula(layout.stage, precision=config.precision, **sizes).stored
+    return jzero.memory.formula(layout.stage, precision=layout.precision, **sizes).stored
 
 
 def model_shard(job: Job) -> int:

@@ -1,16 +1,26 @@
-"""The command line: `jzero <command>`, a thin layer over the library."""
+"""The command `jzero`. Each subcommand is a module here, and one call of the library."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from jzero.cli import bandwidth
+from jzero.cli import bandwidth, estimate
+
+COMMANDS = (estimate, bandwidth)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns an exit code."""
-    parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX: see it before and after.")
-    subparsers = parser.add_subparsers(required=True, metavar="command")
-    for command in (bandwidth,):
+    """Runs a command line; returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line."""
+    parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX: look before and after you train.")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
         command.add(subparsers)
-    args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as error:  # argparse: 0 after --help, 2 after a message
+        return error.code if isinstance(error.code, int) else 2
+    try:
+        return options.run(options)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"jzero: error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,237 @@
+"""`jzero estimate`: what a training run will take, from a parameter count or a model's abstract params."""
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jzero.advice import RESERVE, Advice, advise, gb
+from jzero.cli.options import called, filled, mesh_axes, named, parsed
+from jzero.devices import DEVICES
+from jzero.estimate import LAYERS, OPTIMIZERS, Entry, Estimate, estimate
+from jzero.figures import memory_bars
+from jzero.precision import PRECISIONS
+
+SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+DESCRIPTION = """\
+What a training run will take on each device, before there is one: memory by ZeRO stage and kind, communication per
+step, and what to choose on a given device. Nothing is run, and no accelerator is needed."""
+
+EXAMPLES = """\
+examples:
+  jzero estimate --params 7.5e9 --devices 64                       the ZeRO paper's example
+  jzero estimate --params 70e9 --mesh replica=4,data=8 --device h100 --microbatches 8
+  jzero estimate --params 70e9 --devices 64 --mesh data=-1,model=8 --stage 1
+  jzero estimate --model mymodel:abstract_params --devices 8 --optimizer mymodel:optimizer --plot memory.pdf
+  jzero estimate --params 1e12 --devices 1024 --json
+
+--model names a function without arguments that returns the params, as arrays or jax.ShapeDtypeStructs; it is traced,
+and no array is made. The current folder is importable."""
+
+
+def add(subparsers: Any) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="memory and communication by stage, before there are machines",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", type=parsed(_count), metavar="N", help="how many params, such as 7.5e9")
+    what.add_argument("--model", metavar="MODULE:FUNCTION", help="a function that returns the params")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many devices (default: what --mesh says)")
+    text = "size of each axis: data, perhaps replica and model axes; -1 takes what is left (default: data)"
+    parser.add_argument("--mesh", type=parsed(mesh_axes), metavar="AXES", help=text)
+    parser.add_argument("--stage", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="(default: all)")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="(default: bf16)")
+    text = f"{', '.join(OPTIMIZERS)}; with --model also a MODULE:NAME of an optax optimizer (default: adam)"
+    parser.add_argument("--optimizer", default="adam", metavar="NAME", help=text)
+    text = "a MODULE:NAME of the rules for model axes, as for jzero.zero; a count is cut everywhere"
+    parser.add_argument("--rules", metavar="MODULE:NAME", help=text)
+    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="per step (default: 1)")
+    text = f"blocks of the model: how large what is gathered at once is (default: {LAYERS})"
+    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=text)
+    text = f"advise for this one: {', '.join(DEVICES)} (default: h200)"
+    parser.add_argument("--device", default="h200", metavar="NAME", help=text)
+    text = f"share of its memory to keep for activations (default: {RESERVE})"
+    parser.add_argument("--reserve", type=float, default=RESERVE, metavar="X", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--plot", metavar="FILE", help="draw the memory into this file (.pdf, .png, .svg)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs it; returns the exit code."""
+    params = options.params if options.model is None else _abstract(options.model)
+    axes = filled(options.mesh, options.devices)
+
+    @functools.cache
+    def cached(stage, axes):
+        return estimate(params, axes=dict(axes), stage=stage, **settings)
+
+    def plan(stage: int, axes: Mapping[str, int]) -> Estimate:
+        return cached(stage, tuple(axes.items()))
+
+    settings: dict[str, Any] = {
+        "precision": options.precision,
+        "optimizer": _optimizer(options.optimizer),
+        "microbatches": options.microbatches,
+        "layers": options.layers,
+        "rules": named(options.rules, "--rules") if options.rules else (),
+    }
+    plans = [plan(stage, axes) for stage in dict.fromkeys(options.stage)]
+    advice = advise(plan, axes, device=options.device, reserve=options.reserve)
+    if options.plot:
+        memory_bars(plans, advice.device, options.reserve).savefig(options.plot)
+    if options.json:
+        print(json.dumps(_plain(plans, advice, options), indent=1))
+    else:
+        show(Console(), plans, advice, options)
+    return 0
+
+
+def show(console: Console, plans: list[Estimate], advice: Advice, options: argparse.Namespace) -> None:
+    """Prints memory, communication and advice."""
+    first = plans[0]
+    mesh = " x ".join(f"{name} {size}" for name, size in first.axes)
+    console.print(
+        f"{first.params:,} params, {options.optimizer}, {options.precision}, {mesh} = {first.devices} devices, "
+        f"{first.microbatches} microbatch{'es' if first.microbatches > 1 else ''} per step",
+        highlight=False,
+    )
+    console.print()
+    console.print(_memory(plans, advice))
+    console.print()
+    if any(one.traffic for one in plans):
+        text = "Sent by each device in a step; an all-reduce counts twice, the wire sees (n-1)/n"
+        console.print(text, highlight=False)
+        console.print(_traffic(plans))
+        console.print()
+    kept = f"{gb(advice.device.memory - advice.budget)} of {gb(advice.device.memory)}"
+    console.print(f"On {advice.device.name}, with {kept} kept for activations:", markup=False, highlight=False)
+    counts = [f"{number or 'none'} at stage {stage}" for stage, number in enumerate(advice.smallest)]
+    for reason in (*advice.reasons, f"Smallest number of devices that fits: {', '.join(counts)}."):
+        console.print(f"- {reason}", markup=False, highlight=False)
+
+
+def _memory(plans: list[Estimate], advice: Advice) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("GB on each device", no_wrap=True)
+    table.add_column("B/param", justify="right")
+    for one in plans:
+        table.add_column(f"stage {one.number}", justify="right")
+
+    def row(name, values, per_param="", **style):
+        table.add_row(name, per_param, *("-" if value is None else _number(value) for value in values), **style)
+
+    def either(values):
+        return " or ".join(dict.fromkeys(values))
+
+    for at, kind in enumerate(("params", "master weights", "moments", "gradients")):
+        if at == 3:
+            row("stored between steps", [one.stored.total for one in plans], style="bold")
+        entries = [one.ledger[at] for one in plans]
+        there = [entry for entry in entries if entry.bytes]
+        if there:
+            sizes = either(f"{entry.per_param:.4g}" for entry in there)
+            names = either(SHORT.get(each, each) for entry in there for each in entry.dtypes)
+            row(f"{kind}, {names}", _bytes(entries), sizes)
+    row("gathered, unreduced: about", [one.inside.total - one.ledger[3].bytes for one in plans])
+    row("in a step, activations apart", [one.total for one in plans], style="bold")
+    row("as the ZeRO paper counts", [one.papers for one in plans])
+    if any(one.megatron for one in plans):
+        row("as Megatron-LM counts", [one.megatron for one in plans])
+    fits = ["yes" if one.total <= advice.budget else "no" for one in plans]
+    table.add_row(f"fits in {gb(advice.budget)}", "", *fits)
+    return table
+
+
+def _bytes(entries: list[Entry]) -> list[int | None]:
+    return [entry.bytes or None for entry in entries]
+
+
+def _number(size: float) -> str:
+    return gb(size).removesuffix(" GB")
+
+
+def _traffic(plans: list[Estimate]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("stage")
+    for name in ("collective", "for", "over", "dtype"):
+        table.add_column(name)
+    for name in ("elements", "GB", "wire"):
+        table.add_column(name, justify="right")
+    for one in plans:
+        for at, row in enumerate(one.traffic):
+            purpose = "gradients" if row.what == "reduce" else row.what.removeprefix("gather, ")
+            sizes = [f"{row.volume / 1e9:.4g}e9", _number(row.bytes), _number(row.wire_bytes)]
+            dtype, stage = SHORT.get(row.dtype, row.dtype), str(one.number) if at == 0 else ""
+            table.add_row(stage, row.kind, purpose, ", ".join(row.axes), dtype, *sizes)
+    return table
+
+
+def _plain(plans: list[Estimate], advice: Advice, options: argparse.Namespace) -> dict[str, Any]:
+    """All of it as JSON can hold it; sizes in bytes."""
+    stages = [
+        {
+            "stage": one.number,
+            "ledger": [dataclasses.asdict(entry) for entry in one.ledger],
+            "stored": dataclasses.asdict(one.stored) | {"total": one.stored.total},
+            "inside": dataclasses.asdict(one.inside) | {"total": one.inside.total},
+            "total": one.total,
+            "fits": one.total <= advice.budget,
+            "zero_paper": one.papers,
+            "megatron": one.megatron,
+            "traffic": [
+                dataclasses.asdict(row) | {"volume": row.volume, "bytes": row.bytes, "wire_bytes": row.wire_bytes}
+                for row in one.traffic
+            ],
+        }
+        for one in plans
+    ]
+    return {
+        "params": plans[0].params,
+        "axes": dict(plans[0].axes),
+        "precision": options.precision,
+        "optimizer": options.optimizer,
+        "microbatches": options.microbatches,
+        "layers": options.layers,
+        "stages": stages,
+        "advice": dataclasses.asdict(advice),
+    }
+
+
+def _count(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number; wanted a count such as 7.5e9") from None
+
+
+def _abstract(text: str) -> Any:
+    """The params that a function returns, as shapes: it is traced."""
+
+    def traced():
+        leaves = (called(text, "--model"),)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, leaves)
+
+    return jax.eval_shape(traced)[0]
+
+
+def _optimizer(text: str) -> str | optax.GradientTransformation:
+    if ":" not in text:
+        return text
+    found = named(text, "--optimizer")
+    return found if isinstance(found, optax.GradientTransformation) else called(text, "--optimizer")

@@ -1,0 +1,123 @@
+"""What options say: sizes of a mesh, and things named as module:name."""
+
+import argparse
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The parser of an option, whose message argparse then shows."""
+
+    def checked(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """Reads "replica=2,data=-1".
+
+    Raises:
+        ValueError: No pairs of name and size, a name twice, or a size that is neither positive nor -1.
+
+    Example:
+        >>> mesh_axes("replica=2,data=-1")
+        {'replica': 2, 'data': -1}
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if not name.isidentifier() or not size.removeprefix("-").isdecimal() or (int(size) < 1 and int(size) != -1):
+            raise ValueError(f"{part!r} is not a name and a positive size (or -1); wanted for example data=32,model=2")
+        if name in axes:
+            raise ValueError(f"axis {name!r} is named twice in {text!r}")
+        axes[name] = int(size)
+    return axes
+
+
+def filled(axes: dict[str, int] | None, devices: int | None) -> dict[str, int]:
+    """Sizes of all axes, from `--mesh` and `--devices`, of which one may be left out.
+
+    Raises:
+        ValueError: Neither is there, or they do not fit one another.
+
+    Example:
+        >>> filled({"data": -1, "model": 2}, 64), filled(None, 8)
+        ({'data': 32, 'model': 2}, {'data': 8})
+    """
+    if devices is not None and devices < 1:
+        raise ValueError(f"--devices {devices}: wanted 1 or more.")
+    if axes is None:
+        if devices is None:
+            raise ValueError("on how many devices? Pass --devices 64, or --mesh data=32,model=2.")
+        return {"data": devices}
+    free = [name for name, size in axes.items() if size == -1]
+    known = math.prod(size for size in axes.values() if size != -1)
+    given = ",".join(f"{name}={size}" for name, size in axes.items())
+    if len(free) > 1:
+        raise ValueError(f"--mesh {given}: only one axis can be -1, and take the devices that are left.")
+    if free and devices is None:
+        raise ValueError(f"--mesh {given}: how many devices are left for {free[0]!r}? Pass --devices as well.")
+    if devices is not None and (devices % known if free else known != devices):
+        fit = f"do not divide --devices {devices}" if free else f"are {known} devices, but --devices says {devices}"
+        raise ValueError(f"--mesh {given}: {' x '.join(str(s) for s in axes.values() if s != -1)} {fit}.")
+    return {name: devices // known if devices and size == -1 else size for name, size in axes.items()}
+
+
+def named(text: str, what: str) -> Any:
+    """What "module:name" stands for; the current folder is importable.
+
+    Raises:
+        ValueError: Another form, a module that cannot be imported (with its own error), or no such name in it.
+
+    Example:
+        >>> named("math:tau", "--number")
+        6.283185307179586
+    """
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise ValueError(f"{what} {text!r}: wanted module:name, such as experiments.gpt.rules:RULES.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"{what} {text!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. It must be "
+            f"installed, or lie in the current folder, {os.getcwd()}."
+        ) from error
+    if not hasattr(module, name):
+        own = [name for name, x in vars(module).items() if getattr(x, "__module__", None) == module_name]
+        public = [other for other in own if not other.startswith("_")]
+        raise ValueError(f"{what} {text!r}: {module_name!r} has no {name!r}; it has {', '.join(public) or 'nothing'}.")
+    return getattr(module, name)
+
+
+def called(text: str, what: str) -> Any:
+    """What the function "module:name" returns, which takes no arguments.
+
+    Raises:
+        ValueError: As `named`; it is no function, takes arguments, or raises (with its own error).
+    """
+    function = named(text, what)
+    if not callable(function):
+        raise ValueError(f"{what} {text!r} is a {type(function).__name__}; wanted a function without arguments.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        raise ValueError(
+            f"{what} {text!r} takes arguments, {inspect.signature(function)}; wanted a function without any. Write one "
+            f"that calls it with what it needs."
+        ) from None
+    try:
+        return function()
+    except Exception as error:
+        raise ValueError(f"{what} {text!r} failed with {type(error).__name__}: {error}") from error
