@@ -166,7 +166,9 @@ def test_clipping_to_a_share_of_the_norm(stage, share, x64):
     state, metrics = jzero.train_step(loss_fn, tx, layout, clip_norm=clip_norm)(state, layout.put_batch(batch))
     factor = 0.5 * norm / (norm + 1e-6) if share == 0.5 else 1.0
     assert_close(state.params, jax.tree.map(lambda p, g: jnp.asarray(p - factor * g), params, grads), 1e-12)
-    assert set(metrics) == {"loss", "grad_norm", "clipped", "step"}
+    more = {"clipped_norm", "loss_scale", "skipped", "skipped_in_a_row"}
+    assert set(metrics) == {"loss", "grad_norm", "clipped", "step"} | more
+    np.testing.assert_allclose(metrics["clipped_norm"], factor * norm, rtol=1e-12)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-12)
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch), rtol=1e-12)
     assert (metrics["clipped"].dtype, bool(metrics["clipped"])) == (bool, share == 0.5)
@@ -251,7 +253,9 @@ def test_with_and_without_a_mesh_in_context_and_in_and_outside_of_jit(stage, x64
         "step": lambda state, batch: step(state, batch)[0],
     }
     updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), tx.init(params), params)
-    wanted = jzero.TrainState(optax.apply_updates(params, updates), opt_state, jnp.int32(1))
+    wanted = jzero.TrainState(
+        optax.apply_updates(params, updates), opt_state, jnp.int32(1), skipped=jzero.guard.Skipped.none()
+    )
     for context in (contextlib.nullcontext, lambda: jax.set_mesh(layout.mesh)):
         with context():
             state = jzero.init(lambda p: p, tx, layout, params)
