@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero import memory
+from jzero.guard import Skipped
 
 SHAPES = {"embed": (24, 16), "layers": [{"w": (16, 32), "b": (32,)}, {"w": (32, 16), "b": (3,)}], "scale": ()}
 STEPS = 5
@@ -253,9 +254,7 @@ def test_with_and_without_a_mesh_in_context_and_in_and_outside_of_jit(stage, x64
         "step": lambda state, batch: step(state, batch)[0],
     }
     updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), tx.init(params), params)
-    wanted = jzero.TrainState(
-        optax.apply_updates(params, updates), opt_state, jnp.int32(1), skipped=jzero.guard.Skipped.none()
-    )
+    wanted = jzero.TrainState(optax.apply_updates(params, updates), opt_state, jnp.int32(1), skipped=Skipped.none())
     for context in (contextlib.nullcontext, lambda: jax.set_mesh(layout.mesh)):
         with context():
             state = jzero.init(lambda p: p, tx, layout, params)
