@@ -1,10 +1,13 @@
 """What XLA is told about a program's collectives on GPUs."""
 
+from jzero.collectives import wide
 from jzero.layout import Layout
 from jzero.mesh import platform_of
 
 BUCKET_BYTES = 32 * 2**20
 """Bytes of whole gradients that are reduced together at most, by default."""
+SHARD_BYTES = 256 * 2**20
+"""Bytes of shards that are summed over replicas together at most: more than a block has."""
 
 
 def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dict[str, int]:
@@ -15,8 +18,10 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
     limit, hundreds of megabytes, joins those of several blocks, which then wait for the last of them in full size. And
     where blocks are gathered or reduced one by one, up to three collectives may be on the way at a time: with one,
     which is XLA's default, a gather of the next block waits for a reduction of the one before, with hardly a matmul
-    left to run beside it. Where all is reduced once, at the end, XLA would leave the last three until there is no
-    matmul left, and so keeps its default. On other devices there is no option.
+    left to run beside it. The sums of a block's shards over replicas then go together, whatever `bucket_bytes` is: they
+    are slow between hosts, and several at a time would leave no place to the rest. Where all is reduced once, at the
+    end, XLA would leave the last three until there is no matmul left, and so keeps its default. On other devices there
+    is no option.
 
     Args:
         layout: The layout of the params.
@@ -37,11 +42,13 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
         raise ValueError(f"compiler_options: bucket_bytes={bucket_bytes!r}; wanted a number of bytes, 1 or more.")
     if platform_of(layout.mesh) != "gpu":
         return {}
+    by_block = layout.stage.reduce == "block"
+    of_shards = by_block and layout.stage.grads == "sharded" and wide(layout, layout.replica_axes)
     options = {
-        "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,
+        "xla_gpu_all_reduce_combine_threshold_bytes": max(bucket_bytes, SHARD_BYTES) if of_shards else bucket_bytes,
         # XLA counts the bytes of the shard here.
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, bucket_bytes // layout.shards),
     }
-    if layout.stage.reduce == "block" or layout.stage.params == "sharded":
+    if by_block or layout.stage.params == "sharded":
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
     return options

@@ -62,8 +62,10 @@ def test_scanned_blocks_are_gathered_ahead_and_reduced_behind():
 
 
 def test_a_sum_over_replicas_on_another_host_leaves_the_matmuls_to_others_as_well():
-    program = compiled(Config(target="h200x2x8", mesh=(("replica", 2), ("data", 8)), layers=6))
-    assert share_of(program) == (1, 1, 1)
+    """Of blocks so large that their shards would be summed in several parts, were they not joined."""
+    sizes = {"layers": 6, "width": 4096, "heads": 32}
+    program = compiled(Config(target="h200x2x8", mesh=(("replica", 2), ("data", 8)), **sizes))
+    assert min(share_of(program)) > 0.95
     sums = [window for window in program.windows if window.kind == "all-reduce" and window.loop]
     assert {window.axes for window in sums} == {("replica",)}
     assert all(window.matmuls for window in sums)
@@ -117,6 +119,9 @@ def test_options_for_gpus():
     options = jzero.compiler_options(layout, bucket_bytes=8 * MiB)
     assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == MiB  # of the shard
     assert options["xla_gpu_all_reduce_combine_threshold_bytes"] == 8 * MiB
+    mesh = target_mesh("h200x2x8", replica=2, data=8)
+    replicated = jzero.zero(params, stage=3, mesh=mesh, replica_axes=("replica",))
+    assert jzero.compiler_options(replicated)["xla_gpu_all_reduce_combine_threshold_bytes"] == 256 * MiB
     reduced_once = jzero.zero(params, stage=1, mesh=layout.mesh)
     assert set(options) - set(jzero.compiler_options(reduced_once)) == {
         "xla_gpu_experimental_parallel_collective_overlap_limit"
