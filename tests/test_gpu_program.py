@@ -63,8 +63,7 @@ def test_scanned_blocks_are_gathered_ahead_and_reduced_behind():
 
 def test_a_sum_over_replicas_on_another_host_leaves_the_matmuls_to_others_as_well():
     """Of blocks so large that their shards would be summed in several parts, were they not joined."""
-    sizes = {"layers": 6, "width": 4096, "heads": 32}
-    program = compiled(Config(target="h200x2x8", mesh=(("replica", 2), ("data", 8)), **sizes))
+    program = compiled(Config(target="h200x2x8", mesh=(("replica", 2), ("data", 8)), layers=6, width=4096, heads=32))
     assert min(share_of(program)) > 0.95
     sums = [window for window in program.windows if window.kind == "all-reduce" and window.loop]
     assert {window.axes for window in sums} == {("replica",)}
