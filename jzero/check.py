@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from jzero.stage import Placement
 
 
+def path_name(path: Any) -> str:
+    """A path as patterns match it, such as "blocks/0/kernel"."""
+    return keystr(path, simple=True, separator="/")
+
+
 def check_structure(what: str, tree: Any, treedef: PyTreeDef, way_out: str = "") -> list[tuple[Any, Any]]:
     """Returns the paths and leaves of `tree`; raises unless its structure is `treedef`, naming what differs."""
     named, came = tree_flatten_with_path(tree)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
-from jzero.check import check_batch, check_structure
+from jzero.check import check_batch, check_structure, path_name
 from jzero.dtypes import moment_dtype
 from jzero.padding import is_concrete, pad, unpad
 from jzero.precision import AS_IT_IS, Precision
@@ -181,7 +181,7 @@ class Layout:
             by_shape.setdefault(leaf.shape, []).append(leaf)
 
         def cut(path, x):
-            name, alike = keystr(path, simple=True, separator="/"), by_shape.get(x.shape, [])
+            name, alike = path_name(path), by_shape.get(x.shape, [])
             own = [leaf for leaf in alike if f"/{name}".endswith(f"/{leaf.path}") or not leaf.path]
             nearest = [max(own, key=lambda leaf: len(leaf.path))] if own else alike
             models = {leaf.model for leaf in nearest}

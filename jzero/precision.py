@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
+from jzero.check import path_name
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -121,10 +123,10 @@ class Precision:
         """Warns of leaves that are wider than the params and not cast; raises where a pattern matches none."""
         named = tree_flatten_with_path(batch)[0]
         for pattern in self.cast_batch or ():
-            if not any(fnmatchcase(_name(path), pattern) for path, _ in named):
+            if not any(fnmatchcase(path_name(path), pattern) for path, _ in named):
                 raise ValueError(
                     f"Precision: cast_batch has a pattern {pattern!r} that matches none of the paths of the batch, "
-                    f"{', '.join(repr(_name(path)) for path, _ in named[:3])}."
+                    f"{', '.join(repr(path_name(path)) for path, _ in named[:3])}."
                 )
         if self.cast_batch is not None or self.compute is None:
             return
@@ -134,22 +136,18 @@ class Precision:
                 warnings.warn(
                     f"batch{keystr(path)} is {dtype}, and where it meets params in {self.compute} JAX computes in "
                     f"{jnp.promote_types(dtype, self.compute)}. To cast it, pass "
-                    f"jzero.Precision(..., cast_batch=({_name(path) or '*'!r},)); if it is meant to be so, "
+                    f"jzero.Precision(..., cast_batch=({path_name(path) or '*'!r},)); if it is meant to be so, "
                     f"cast_batch=().",
                     stacklevel=3,
                 )
 
     def _casts(self, path: Any, x: Any) -> bool:
-        matches = any(fnmatchcase(_name(path), pattern) for pattern in self.cast_batch or ())
+        matches = any(fnmatchcase(path_name(path), pattern) for pattern in self.cast_batch or ())
         return matches and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
     def divides_before(self, wire: Any) -> bool:
         """Whether a gradient that is reduced in the dtype `wire` is divided before."""
         return wire == jnp.float16 if self.divide is None else self.divide == "before"
-
-
-def _name(path: Any) -> str:
-    return keystr(path, simple=True, separator="/")
 
 
 def _dtype(name: str, value: Any) -> Any:

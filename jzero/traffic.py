@@ -151,7 +151,7 @@ def traffic(
             continue
         in_backward = stage.reduce == "block" and (stage.grads == "replicated" or piece.is_cut)
         times = microbatches if in_backward else 1
-        wire = precision.reduce or (piece.compute if in_backward else piece.dtype)
+        wire = precision.reduce or piece.compute
         if piece.is_cut and stage.grads == "sharded":
             add("reduce", "reduce-scatter", over, wire, times * piece.stored)
             add("reduce", "all-reduce", across, wire, times * piece.stored / shards)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jzero.check import check_structure, warn_shared
+from jzero.check import check_structure, path_name, warn_shared
 from jzero.dtypes import dtypes_of
 from jzero.layout import Layout
 from jzero.mesh import platform_of
@@ -127,7 +127,7 @@ def zero(
     leaves = tuple(
         _in_dtypes(
             place(
-                _name(path),
+                path_name(path),
                 leaf,
                 shards,
                 min_shard_size,
@@ -158,10 +158,6 @@ def _in_dtypes(leaf: Leaf, precision: Precision, stage: Stage, regather: bool) -
     return replace(leaf, dtype=stored, dtypes=others, regather=regather)
 
 
-def _name(path) -> str:
-    return keystr(path, simple=True, separator="/")
-
-
 def _axes(option: str, axes: Sequence[str], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     for axis in axes:
@@ -184,7 +180,7 @@ def _ruled(named, rules, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...])
     _check_matches("rules", [pattern for pattern, _ in rules], named)
     model = []
     for path, leaf in named:
-        matching = [(pattern, spec) for pattern, spec in rules if fnmatchcase(_name(path), pattern)]
+        matching = [(pattern, spec) for pattern, spec in rules if fnmatchcase(path_name(path), pattern)]
         if len(matching) > 1:
             raise ValueError(
                 f"zero: params{keystr(path)} is matched by {len(matching)} rules, {matching[0][0]!r} and "
@@ -221,7 +217,7 @@ def _ruled(named, rules, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...])
 
 
 def _check_matches(option, patterns, named):
-    paths = [_name(path) for path, _ in named]
+    paths = [path_name(path) for path, _ in named]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise ValueError(
@@ -236,7 +232,7 @@ def _trained(named, treedef, trainable) -> list[bool]:
     if trainable is None:
         chosen, how = able, "no leaf is floating or complex"
     elif callable(trainable):
-        chosen = [_decided(_name(path), trainable(_name(path), leaf)) for path, leaf in named]
+        chosen = [_decided(path_name(path), trainable(path_name(path), leaf)) for path, leaf in named]
         how = "the predicate trainable is false for each"
     else:
         mask = check_structure("trainable", trainable, treedef, "Give it True or False at each leaf of params.")
@@ -247,7 +243,7 @@ def _trained(named, treedef, trainable) -> list[bool]:
     if not any(chosen):
         raise ValueError(
             f"zero: none of the {len(named)} leaves of params would be trained: {how}. Paths look like "
-            f"{_name(named[0][0])!r}; jzero.explain(jzero.zero(params, ...)) lists them."
+            f"{path_name(named[0][0])!r}; jzero.explain(jzero.zero(params, ...)) lists them."
         )
     for (path, leaf), one, can in zip(named, chosen, able, strict=True):
         if one and not can:
@@ -273,5 +269,5 @@ def _regathered(named, regather) -> list[bool]:
         raise TypeError(f"zero: regather={regather!r}; wanted True, False or a list of (path pattern, bool).")
     _check_matches("regather", [pattern for pattern, _ in regather], named)
     return [
-        next((again for pattern, again in regather if fnmatchcase(_name(path), pattern)), True) for path, _ in named
+        next((again for pattern, again in regather if fnmatchcase(path_name(path), pattern)), True) for path, _ in named
     ]

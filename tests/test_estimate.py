@@ -210,16 +210,17 @@ def loss_fn(params, x):
 
 
 @pytest.mark.parametrize(
-    ("stage", "axes"),
+    ("stage", "axes", "precision"),
     [
-        *((stage, MESHES[0]) for stage in ("1", "3", "deepspeed1")),
-        *((stage, MESHES[1]) for stage in ("0", "2", "3", "by_block")),
+        *((stage, MESHES[0], "bf16") for stage in ("1", "3", "deepspeed1")),
+        ("3", MESHES[0], jzero.Precision(reduce=None)),
+        *((stage, MESHES[1], "fp32") for stage in ("0", "2", "3", "by_block")),
     ],
     ids=str,
 )
-def test_traffic_is_what_a_lowered_step_holds(stage, axes):
+def test_traffic_is_what_a_lowered_step_holds(stage, axes, precision):
     """Beside single numbers: kind, axes, dtype and elements of each collective of the whole step."""
-    precision, m = ("fp32", 4) if "replica" in axes else ("bf16", 1)
+    m = 4 if "replica" in axes else 1
     settings = {"stage": STAGES[stage], "precision": precision, "min_shard_size": 100}
     replica_axes = tuple(axis for axis in axes if axis == "replica")
     params, tx = jax.eval_shape(init_params), optax.adam(1e-3)
@@ -234,7 +235,8 @@ def test_traffic_is_what_a_lowered_step_holds(stage, axes):
     for row in plan.traffic:
         wanted[row.kind, row.axes, row.dtype] += round(row.elements)
     # The leaf that is a single number is among those left out above.
-    wanted["all-reduce", tuple(axes), "float32"] -= m if stage == "by_block" else 1
+    wire = "float32" if isinstance(precision, str) else "bfloat16"
+    wanted["all-reduce", tuple(axes), wire] -= m if stage == "by_block" else 1
     assert {key: n for key, n in found.items() if n} == {key: n for key, n in wanted.items() if n}
 
 

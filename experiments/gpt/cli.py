@@ -3,9 +3,9 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rich.console import Console
 
@@ -16,6 +16,7 @@ from experiments.gpt.job import build
 from experiments.gpt.ngram import ByteTrigrams
 from experiments.gpt.record import Record
 from experiments.gpt.train import train
+from jzero.cli.options import parsed
 
 COMPARE_STEPS = 5
 
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     text = "ZeRO stage: 0 nothing sharded; 1, 2 gradients and optimizer state; 3 params as well"
     option(group, int, "stage", text, choices=range(4), metavar="0..3")
     text = "size of each mesh axis: 'data', perhaps 'replica' or 'model'; -1 takes what is left (default: data=-1)"
-    group.add_argument("--mesh", type=_parsed(parse_mesh), default=Config.mesh, metavar="AXES", help=text)
+    group.add_argument("--mesh", type=parsed(parse_mesh), default=Config.mesh, metavar="AXES", help=text)
     text = "how many devices (default: what --mesh needs, else all accelerators, or 8 simulated ones)"
     option(group, int, "devices", text, help=text)
     option(group, int, "min_shard_size", "leaves with fewer elements stay whole on every device")
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--precision", choices=get_args(Precision), default=Config.precision, help=text)
     text = "a number, 'dynamic', or 0 for none (default: dynamic for fp16, else none)"
-    group.add_argument("--loss-scale", type=_parsed(parse_loss_scale), metavar="X", help=text)
+    group.add_argument("--loss-scale", type=parsed(parse_loss_scale), metavar="X", help=text)
 
     group = parser.add_argument_group("model")
     option(group, int, "layers", "transformer blocks")
@@ -133,18 +134,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     yardstick = ByteTrigrams(text.train).bits_per_byte(text.held_out)
     report.show_text(console, text, yardstick)
     return train(config, job, text, yardstick, record, console)
-
-
-def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The parser of an option, whose message argparse then shows."""
-
-    def parsed(text):
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
 
 
 def _new_folder() -> Path:

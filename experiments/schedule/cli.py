@@ -12,6 +12,7 @@ from experiments.schedule import report
 from experiments.schedule.config import Config, parse_mesh, parse_option
 from experiments.schedule.models import MODELS
 from experiments.schedule.program import compile_program
+from jzero.cli.options import parsed
 from jzero.targets import GPUS
 
 DESCRIPTION = """\
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     option("stage", "ZeRO stage", choices=range(4), metavar="0..3")
     option("target", f"{', '.join(GPUS)}; x8 is one host of 8, x2x8 two hosts of 8", str, metavar="GPU")
     text = "size of each mesh axis: data, perhaps replica and model; -1 takes what is left (default: data=-1)"
-    option("mesh", text, _checked(parse_mesh), metavar="AXES", help=text)
+    option("mesh", text, parsed(parse_mesh), metavar="AXES", help=text)
     text = "memory of each GPU, of which XLA's scheduler uses what is spare (default: the GPU's own)"
     option("device_memory", text, float, metavar="GIB", help=text)
     text = "gather leaves again in the backward pass, or keep them (default: again)"
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     text = "more compiler options of XLA"
     parser.add_argument(
         "--options",
-        type=_checked(parse_option),
+        type=parsed(parse_option),
         nargs="+",
         action="extend",
         default=[],
@@ -96,13 +97,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         report.show(Console(), config, program)
     return 0
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parsed(text):
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
