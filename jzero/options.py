@@ -18,10 +18,11 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
     limit, hundreds of megabytes, joins those of several blocks, which then wait for the last of them in full size. And
     where blocks are gathered or reduced one by one, up to three collectives may be on the way at a time: with one,
     which is XLA's default, a gather of the next block waits for a reduction of the one before, with hardly a matmul
-    left to run beside it. The sums of a block's shards over replicas then go together, whatever `bucket_bytes` is: they
-    are slow between hosts, and several at a time would leave no place to the rest. Where all is reduced once, at the
-    end, XLA would leave the last three until there is no matmul left, and so keeps its default. On other devices there
-    is no option.
+    left to run beside it. With a model axis they are two, and one where that axis is wide: its sums would take their
+    place, and gathers run beside sums and not beside matmuls. The sums of a block's shards over replicas then go
+    together, whatever `bucket_bytes` is: they are slow between hosts, and several at a time would leave no place to the
+    rest. Where all is reduced once, at the end, XLA would leave the last three until there is no matmul left, and so
+    keeps its default. On other devices there is no option.
 
     Args:
         layout: The layout of the params.
@@ -50,5 +51,13 @@ def compiler_options(layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> dic
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, bucket_bytes // layout.shards),
     }
     if by_block or layout.stage.params == "sharded":
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = _at_a_time(layout)
     return options
+
+
+def _at_a_time(layout: Layout) -> int:
+    """How many collectives may be on the way together; docs/overlap.md has what each number gives on each mesh."""
+    model = layout.size(layout.model_axes)
+    if model >= 4:
+        return 1
+    return 2 if model > 1 and not wide(layout, layout.replica_axes) else 3

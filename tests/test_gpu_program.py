@@ -61,6 +61,14 @@ def test_scanned_blocks_are_gathered_ahead_and_reduced_behind():
     assert ahead.temp_bytes - plain.temp_bytes < 2 * BLOCK
 
 
+@pytest.mark.parametrize("mesh", [(("data", 4), ("model", 2)), (("data", 2), ("model", 4))])
+def test_beside_a_model_axis_weights_are_early_as_well(mesh):
+    program = compiled(Config(mesh=mesh))
+    assert share_of(program) == (1, 1, 1)
+    sums = [window for window in program.windows if window.kind == "all-reduce" and window.loop]
+    assert any(window.matmuls for window in sums if window.axes == ("model",))
+
+
 def test_a_sum_over_replicas_on_another_host_leaves_the_matmuls_to_others_as_well():
     """Of blocks so large that their shards would be summed in several parts, were they not joined."""
     program = compiled(Config(target="h200x2x8", mesh=(("replica", 2), ("data", 8)), layers=6, width=4096, heads=32))
