@@ -1,6 +1,6 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
-from jzero import audit, bandwidth, memory
+from jzero import bandwidth, memory, program
 from jzero.estimate import estimate
 from jzero.explain import explain
 from jzero.grad import value_and_grad
@@ -28,7 +28,6 @@ __all__ = [
     "TrainStep",
     "Weighted",
     "apply_gradients",
-    "audit",
     "bandwidth",
     "combine",
     "compiler_options",
@@ -41,6 +40,7 @@ __all__ = [
     "master_params",
     "memory",
     "partition",
+    "program",
     "train_step",
     "value_and_grad",
     "zero",

@@ -11,7 +11,7 @@ array: what each device reduces, exchanges or sends, the input of a reduce-scatt
 
     factor = 2(n - 1)/n for all-reduce; (n - 1)/n for reduce-scatter, all-gather and all-to-all; 1 for permute
 
-which is `jzero.audit`'s `wire_bytes / t`. A time is that of one call of a jitted function, with what JAX takes to start
+which is `jzero.program`'s `wire_bytes / t`. A time is that of one call of a jitted function, with what JAX takes to start
 it: that is most of it where arrays are small.
 """
 
@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.audit import Collective
 from jzero.mesh import platform_of
+from jzero.program import Collective
 from jzero.sweep import Sweep, Timing
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "permute")
@@ -101,7 +101,7 @@ def program(
     Example:
         >>> mesh = jzero.make_mesh(data=4, model=2)
         >>> f, operand, collective = program(mesh, "data", "all-gather", 1024, "float32")
-        >>> jzero.audit.collectives(f.lower(operand), mesh) == (collective,)
+        >>> jzero.program.collectives(f.lower(operand), mesh) == (collective,)
         True
     """
     check(mesh, axis, kind, [size], dtype)

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from jzero.audit import Collective
+from jzero.program import Collective
 
 PLATEAU = 3
 """The plateau is the median over so many of the largest sizes."""
@@ -16,7 +16,7 @@ class Timing:
     """The time of one collective on one size of array.
 
     Attributes:
-        collective: What ran, as `jzero.audit.collectives` reads it from the program; its `bytes` are the size.
+        collective: What ran, as `jzero.program.collectives` reads it from the program; its `bytes` are the size.
         seconds: Median over the repeats.
         quartiles: The first and the third, in seconds.
 

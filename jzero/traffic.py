@@ -1,6 +1,6 @@
 """What a step moves over the links, from the stage table and the params alone.
 
-The same rules as in `jzero.collectives`, without a program. `jzero.audit` counts what a program really holds, which may
+The same rules as in `jzero.collectives`, without a program. `jzero.program` counts what a program really holds, which may
 be less: a leaf whose value the backward pass does not need is not gathered again. Left out are single numbers (the
 loss, norms), what a loss casts by itself, and what model shards exchange, which are activations.
 """

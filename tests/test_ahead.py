@@ -84,7 +84,7 @@ def test_the_collectives_are_the_same(name, stage):
     deep = deeper(models.init_params(jax.random.key(0)))
     for layout, program, params in programs(models.loss(name), axes, stage, deep):
         counts = collections.Counter()
-        for row in jzero.audit.collectives(program.lower(params, models.batch()), layout.mesh):
+        for row in jzero.program.collectives(program.lower(params, models.batch()), layout.mesh):
             assert row.exact
             counts[row.kind, row.dtype, tuple(n for n in row.shape if n > 1), row.axes] += row.count
         rows.append(counts)
@@ -318,7 +318,7 @@ def test_a_gradient_that_is_summed_in_the_body_and_cast_after_is_reduced_once_an
         return jnp.mean(x.astype(jnp.float32))
 
     for layout, program, params in programs(loss_fn, {"data": 8}, 3, jnp.ones((L, D, D))):
-        rows = jzero.audit.collectives(program.lower(params, np.ones((8, 2), np.float32)), layout.mesh)
+        rows = jzero.program.collectives(program.lower(params, np.ones((8, 2), np.float32)), layout.mesh)
         scatters = [(row.dtype, row.count) for row in rows if row.kind == "reduce-scatter"]
         assert scatters == [("bfloat16", L)]
 

@@ -12,11 +12,11 @@ import pytest
 
 import jzero
 from jzero import bandwidth
-from jzero.audit import Collective, collectives, compiled_collectives
 from jzero.bandwidth import DTYPES, KINDS, measure, program, sizes_between
 from jzero.bandwidth_plot import plot
 from jzero.cli import main
 from jzero.cli.bandwidth import _size, _sizes, _speed
+from jzero.program import Collective, collectives, compiled_collectives
 from jzero.sweep import Sweep, Timing
 from jzero.targets import has_pjrt, target_mesh
 

@@ -63,7 +63,7 @@ def test_by_hand_has_the_collectives_of_jzero(stage):
     args = make_arguments(SIZE, layout).of("gradient")
     found = {}
     for way in ("jzero", "by hand"):
-        rows = jzero.audit.collectives(WAYS[way](SIZE, layout).gradient.lower(*args), layout.mesh)
+        rows = jzero.program.collectives(WAYS[way](SIZE, layout).gradient.lower(*args), layout.mesh)
         sizes = {}
         for row in rows:
             sizes[row.kind] = sizes.get(row.kind, 0) + row.bytes

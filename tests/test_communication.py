@@ -15,7 +15,7 @@ from jax import lax
 
 import jzero
 from jzero import hlo
-from jzero.audit import collectives, compiled_collectives
+from jzero.program import collectives, compiled_collectives
 from jzero.state import compile_init
 from tests.models import STAGES
 

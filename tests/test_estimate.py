@@ -16,13 +16,13 @@ import jzero
 from experiments.gpt.model import GPT, mean_loss
 from jzero import memory
 from jzero.advice import advise
-from jzero.audit import collectives
 from jzero.devices import DEVICES, Device, as_device
 from jzero.estimate import OPTIMIZERS, estimate
 from jzero.figures import memory_bars
 from jzero.mesh import abstract_mesh
 from jzero.papers import megatron_bytes, zero_bytes
 from jzero.precision import PRECISIONS
+from jzero.program import collectives
 from jzero.state import compile_init
 from jzero.targets import GPUS, has_pjrt, target_mesh
 from tests.models import STAGES

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.audit import collectives
+from jzero.program import collectives
 
 TRAINED = {"w", "scalar", "empty", "unused", "bias"}
 

@@ -120,7 +120,7 @@ def test_an_update_of_sgd_and_adam_exchanges_nothing_over_the_model_axis():
         state = jzero.init(lambda p: p, tx, layout, params_of_gpt())
         grads = jax.tree.map(lambda g, s: jax.device_put(jnp.ones(g.shape), s), state.params, layout.grad_shardings)
         update = jax.jit(lambda state, grads, tx=tx, layout=layout: jzero.apply_gradients(state, grads, tx, layout))
-        rows = jzero.audit.compiled_collectives(update.lower(state, grads).compile(), layout.mesh)
+        rows = jzero.program.compiled_collectives(update.lower(state, grads).compile(), layout.mesh)
         assert {row.axes for row in rows} <= {("data",)}
         if stage == 3:
             assert not rows
@@ -158,19 +158,19 @@ def test_only_model_shards_travel_over_the_data_axis(stage):
         2: {"reduce-scatter": m * M},
         3: {"reduce-scatter": m * M, "all-gather": m * (M + again)},
     }[stage]
-    rows = jzero.audit.collectives(lower_gradient(layout, microbatches=m), layout.mesh)
+    rows = jzero.program.collectives(lower_gradient(layout, microbatches=m), layout.mesh)
     lookups = [row for row in rows if "model" in row.axes]
     assert [(row.kind, row.count) for row in lookups] == [("all-reduce", m)]
     assert data_bytes([row for row in rows if row not in lookups]) == expected
     kept = gpt_layout(stage, regather=False)
-    rows = jzero.audit.collectives(lower_gradient(kept), layout.mesh)
+    rows = jzero.program.collectives(lower_gradient(kept), layout.mesh)
     one = {kind: size / (1 if stage < 2 else m) for kind, size in expected.items()}
     assert data_bytes(rows) == (one | {"all-gather": M} if stage == 3 else one)
 
 
 def test_hybrid_beside_a_model_axis():
     layout = gpt_layout(3, {"replica": 2, "data": 2, "model": 2})
-    rows = jzero.audit.collectives(lower_gradient(layout), layout.mesh)
+    rows = jzero.program.collectives(lower_gradient(layout), layout.mesh)
     M = sum(jzero.memory.leaf_bytes(layout, leaf, "replicated") for leaf in layout.leaves)
     assert sum(row.bytes for row in rows if row.kind == "reduce-scatter" and row.axes == ("data",)) == M
     assert sum(row.bytes for row in rows if row.kind == "all-reduce" and row.axes == ("replica",)) == M / 2
@@ -182,7 +182,7 @@ def test_a_bf16_model_gathers_and_reduces_bf16_model_shards():
         return models.loss("gpt")(half, batch).astype(jnp.float32)
 
     layout = gpt_layout(3)
-    rows = jzero.audit.collectives(lower_gradient(layout, loss_fn), layout.mesh)
+    rows = jzero.program.collectives(lower_gradient(layout, loss_fn), layout.mesh)
     assert {row.dtype for row in rows if row.shape} == {"bfloat16"}
     assert data_bytes(rows)["all-gather"] > 0
 
@@ -200,7 +200,7 @@ def test_no_weight_and_no_logits_travel_over_the_model_axis(stage, times):
     )
     lowered = jax.jit(jzero.value_and_grad(models.loss("gpt"), layout)).lower(abstract(layout), shapes)
     counts = collections.Counter()
-    for row in jzero.audit.compiled_collectives(lowered.compile(), layout.mesh):
+    for row in jzero.program.compiled_collectives(lowered.compile(), layout.mesh):
         if row.axes == ("model",):
             shape = tuple(n for n in row.shape if n > 1)
             counts[row.kind, tuple("batch" if n == times * ACTIVATION[0] else n for n in shape)] += row.count

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jzero
-from jzero import audit, memory
+from jzero import memory, program
 from tests.compiled_update import FOR_MEMORY, lower_update, scalar, temp_bytes
 from tests.optax_constructors import CASES, REFUSED, gradient_of_objective, objective
 
@@ -52,8 +52,8 @@ def measure(name: str, shape: tuple[int, int] = EVEN) -> Cost:
     whole, part = (memory.stored_bytes(layouts[stage], tx).opt_state for stage in (0, 2))
 
     lowered = lower_update(tx, layouts[2], **extra)
-    written = Counter({replace(row, count=1): row.count for row in audit.collectives(lowered, mesh)})
-    compiled = audit.compiled_collectives(lowered.compile(FOR_MEMORY), mesh)
+    written = Counter({replace(row, count=1): row.count for row in program.collectives(lowered, mesh)})
+    compiled = program.compiled_collectives(lowered.compile(FOR_MEMORY), mesh)
     gathers = {replace(row, count=1): row.count for row in compiled}
     assert all(gathers.get(row) == count for row, count in written.items()), "jzero's own gathers are all there"
     added = [replace(row, count=row.count - written[replace(row, count=1)]) for row in compiled]

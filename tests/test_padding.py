@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.audit import compiled_collectives
+from jzero.program import compiled_collectives
 
 SHAPES = {"embed": (11, 13), "cube": (2, 13, 11), "bias": (17,), "even": (840,), "frozen": (13, 19), "small": (16,)}
 PADDED, CUT, TRAINED = ("embed", "cube", "bias", "frozen"), ("embed", "cube", "bias", "even"), set(SHAPES) - {"frozen"}

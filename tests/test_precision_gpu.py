@@ -14,7 +14,7 @@ import pytest
 
 import jzero
 from jzero import Precision
-from jzero.audit import compiled_collectives
+from jzero.program import compiled_collectives
 from jzero.schedule import windows
 from jzero.state import compile_init
 from jzero.targets import has_pjrt, target_mesh

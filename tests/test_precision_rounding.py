@@ -13,7 +13,7 @@ from jax import lax
 
 import jzero
 from jzero import Precision
-from jzero.audit import compiled_collectives
+from jzero.program import compiled_collectives
 from jzero.rounding import rounded
 from tests.compiled_update import FOR_MEMORY, lower_update, temp_bytes
 from tests.precision_model import MESHES, make_layout

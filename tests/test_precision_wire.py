@@ -14,7 +14,7 @@ import pytest
 
 import jzero
 from jzero import Precision
-from jzero.audit import collectives
+from jzero.program import collectives
 from jzero.state import compile_init
 from tests.precision_model import ELEMENTS, MESHES, SIZES, elements_per_model_shard, init_params, loss_fn, make_layout
 
@@ -118,7 +118,7 @@ def test_so_it_is_with_other_schedules_and_meshes(wire, stage, axes, options, ga
 
 
 def test_bytes_are_halved_where_the_dtype_is():
-    """At stage 3, as `audit` counts: 2 x 2P of gathers for 2 x 4P, and 2P of scatters for 4P."""
+    """At stage 3, as `jzero.program` counts: 2 x 2P of gathers for 2 x 4P, and 2P of scatters for 4P."""
     found = {}
     for name, precision in {"wide": "fp32", "narrow": Precision(reduce=BF16)}.items():
         layout = make_layout(3, precision, EIGHT)

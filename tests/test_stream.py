@@ -88,7 +88,7 @@ def counts(name, stage, **options):
     layout = layout_of(params, {"data": 8}, stage, **options)
     program = jax.jit(jzero.value_and_grad(models.loss(name), layout))
     abstract = [leaf.placed(layout.stage.params) for leaf in layout.leaves]
-    rows = jzero.audit.collectives(program.lower(layout.treedef.unflatten(abstract), models.batch()), layout.mesh)
+    rows = jzero.program.collectives(program.lower(layout.treedef.unflatten(abstract), models.batch()), layout.mesh)
     assert all(row.exact for row in rows)
     kinds = {"all-gather": {}, "reduce-scatter": {}, "all-reduce": {}}
     for row in rows:
@@ -161,7 +161,7 @@ def test_a_cast_moves_in_front_of_the_gather_and_behind_the_reduction():
     params = models.init_params(jax.random.key(0))
     layout = layout_of(params, {"data": 8}, 3)
     program = jax.jit(jzero.value_and_grad(casted, layout))
-    rows = jzero.audit.collectives(program.lower(placed(params, layout), models.batch()), layout.mesh)
+    rows = jzero.program.collectives(program.lower(placed(params, layout), models.batch()), layout.mesh)
     used = {UP, DOWN, (V, D), (D, D)}
     assert {row.dtype for row in rows if row.shape in used} == {"bfloat16"}
     assert {row.shape: row.count for row in rows if row.kind == "all-gather"} == {
@@ -325,7 +325,7 @@ def test_a_fused_weight_is_reduced_once():
 
     layout = layout_of({"w": square(0, 16, 48)}, {"data": 8}, 3, min_shard_size=0)
     lowered = jax.jit(jzero.value_and_grad(loss_fn, layout)).lower({"w": square(0, 16, 48)}, square(1, 8, 16))
-    rows = jzero.audit.collectives(lowered, layout.mesh)
+    rows = jzero.program.collectives(lowered, layout.mesh)
     assert [(row.shape, row.count) for row in rows if row.kind == "reduce-scatter"] == [((16, 48), 1)]
 
 
@@ -338,7 +338,7 @@ def test_long_sums_of_rows_and_leaves_that_are_not_used():
     params = {"rows": square(0, 700, 8), "complex": jnp.ones((8, 8), "complex64"), "unused": square()}
     layout = layout_of(params, {"data": 8}, 3, min_shard_size=0)
     lowered = jax.jit(jzero.value_and_grad(loss_fn, layout)).lower(placed(params, layout), square(1, 8, 8))
-    rows = jzero.audit.collectives(lowered, layout.mesh)
+    rows = jzero.program.collectives(lowered, layout.mesh)
     assert {row.shape[-1]: row.count for row in rows if row.kind == "reduce-scatter"} == {8: 700}
     grads = gradient(lambda params, x: jnp.mean((x @ params["unused"]) ** 2), params, 1, square(1, 8, 16))
     assert not jnp.any(grads["complex"]) and not jnp.any(grads["rows"]) and jnp.any(grads["unused"])

@@ -46,8 +46,8 @@ class Trial:
     master_bytes: int
     opt_bytes: int
     temp_bytes: int | None
-    lowered: tuple[jzero.audit.Collective, ...]
-    compiled: tuple[jzero.audit.Collective, ...]
+    lowered: tuple[jzero.program.Collective, ...]
+    compiled: tuple[jzero.program.Collective, ...]
     seconds: float
 
 
@@ -72,8 +72,8 @@ def trial(config: Config, mesh: Mesh, text: Text) -> Trial:
         report.most_bytes(state.master),
         report.most_bytes(state.opt_state),
         memory.temp_size_in_bytes if memory else None,
-        jzero.audit.collectives(lowered, mesh),
-        jzero.audit.compiled_collectives(compiled, mesh),
+        jzero.program.collectives(lowered, mesh),
+        jzero.program.compiled_collectives(compiled, mesh),
         sum(later) / len(later),
     )
 
@@ -155,7 +155,7 @@ def _table(config: Config, trials: list[Trial]) -> Table:
     return table
 
 
-def by_kind(rows: Iterable[jzero.audit.Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, int]]:
+def by_kind(rows: Iterable[jzero.program.Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, int]]:
     """Count, bytes and elements per step of each kind of collective over the same axes."""
     counts, sizes, elements = Counter(), Counter(), Counter()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Programs whose collectives are known by construction, and what audit counts in them."""
+"""Programs whose collectives are known by construction, and what is counted in them."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import hlo
-from jzero.audit import Collective, collectives, compiled_collectives
+from jzero.program import Collective, collectives, compiled_collectives
 
 D, M = "data", "model"
 
