@@ -19,7 +19,7 @@ from jzero.dtypes import moment_dtype
 from jzero.padding import is_concrete, pad, unpad
 from jzero.precision import AS_IT_IS, Precision
 from jzero.rounding import cast
-from jzero.rules import Leaf, place
+from jzero.rules import Leaf, Model, place
 from jzero.stage import Placement, Stage
 
 
@@ -176,25 +176,31 @@ class Layout:
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtypes.update) for leaf in self.trainable]
         )
         named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
-        by_shape: dict[tuple[int, ...], list[Leaf]] = {}
+        by_path: dict[tuple[int, ...], dict[str, Leaf]] = {}
+        models: dict[tuple[int, ...], set[Model]] = {}
         for leaf in self.trainable:
-            by_shape.setdefault(leaf.shape, []).append(leaf)
+            by_path.setdefault(leaf.shape, {}).setdefault(leaf.path, leaf)
+            models.setdefault(leaf.shape, set()).add(leaf.model)
+
+        def own(name, alike):
+            """The leaf whose path the name ends with; of several the one with the longest."""
+            ends = (0, *(at + 1 for at, letter in enumerate(name) if letter == "/"), len(name))
+            return next((alike[name[start:]] for start in ends if name[start:] in alike), None)
 
         def cut(path, x):
-            name, alike = path_name(path), by_shape.get(x.shape, [])
-            own = [leaf for leaf in alike if f"/{name}".endswith(f"/{leaf.path}") or not leaf.path]
-            nearest = [max(own, key=lambda leaf: len(leaf.path))] if own else alike
-            models = {leaf.model for leaf in nearest}
+            name, alike = path_name(path), by_path.get(x.shape, {})
+            owner = own(name, alike)
+            known = models.get(x.shape, set()) if owner is None else {owner.model}
             leaf = place(
                 name,
                 x,
                 self.shards,
                 self.min_shard_size,
                 padded=bool(alike),
-                model=models.pop() if len(models) == 1 else (),
+                model=next(iter(known)) if len(known) == 1 else (),
                 sizes=self.mesh.shape,
             )
-            owner = nearest[0] if nearest and x.shape else None
+            owner = (owner or next(iter(alike.values()), None)) if x.shape else None
             return leaf if owner is None else replace(leaf, dtype=moment_dtype(self.precision, x.dtype, owner.dtypes))
 
         return treedef, tuple(cut(path, x) for path, x in named)
