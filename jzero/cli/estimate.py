@@ -18,7 +18,7 @@ from jzero.advice import RESERVE, Advice, advise, gb
 from jzero.cli.options import called, filled, mesh_axes, named, parsed
 from jzero.devices import DEVICES
 from jzero.estimate import LAYERS, OPTIMIZERS, Entry, Estimate, estimate
-from jzero.figures import memory_bars
+from jzero.figures import plan_bars
 from jzero.precision import PRECISIONS
 
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -68,7 +68,7 @@ def add(subparsers: Any) -> None:
     text = f"share of its memory to keep for activations (default: {RESERVE})"
     parser.add_argument("--reserve", type=float, default=RESERVE, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--plot", metavar="FILE", help="draw the memory into this file (.pdf, .png, .svg)")
+    parser.add_argument("--plot", metavar="FILE", help="draw memory and traffic into this file (.pdf, .png, .svg)")
     parser.set_defaults(run=run)
 
 
@@ -94,31 +94,36 @@ def run(options: argparse.Namespace) -> int:
     plans = [plan(stage, axes) for stage in dict.fromkeys(options.stage)]
     advice = advise(plan, axes, device=options.device, reserve=options.reserve)
     if options.plot:
-        memory_bars(plans, advice.device, options.reserve).savefig(options.plot)
+        plan_bars(plans, advice.device, options.reserve).savefig(options.plot)
     if options.json:
         print(json.dumps(_plain(plans, advice, options), indent=1))
     else:
-        show(Console(), plans, advice, options)
+        show(Console(), plans, advice, optimizer=options.optimizer, precision=options.precision)
     return 0
 
 
-def show(console: Console, plans: list[Estimate], advice: Advice, options: argparse.Namespace) -> None:
-    """Prints memory, communication and advice."""
+def show(
+    console: Console, plans: list[Estimate], advice: Advice | None = None, *, optimizer: str, precision: str
+) -> None:
+    """Prints memory, communication and, if there is any, advice."""
     first = plans[0]
     mesh = " x ".join(f"{name} {size}" for name, size in first.axes)
     console.print(
-        f"{first.params:,} params, {options.optimizer}, {options.precision}, {mesh} = {first.devices} devices, "
+        f"{first.params:,} params, {optimizer}, {precision}, {mesh} = {first.devices} devices, "
         f"{first.microbatches} microbatch{'es' if first.microbatches > 1 else ''} per step",
         highlight=False,
     )
     console.print()
-    console.print(_memory(plans, advice))
+    unit = MB if max(one.total for one in plans) < 1e8 else GB
+    console.print(_memory(plans, advice, unit))
     console.print()
     if any(one.traffic for one in plans):
         text = "Sent by each device in a step; an all-reduce counts twice, the wire sees (n-1)/n"
         console.print(text, highlight=False)
-        console.print(_traffic(plans))
+        console.print(_traffic(plans, unit))
         console.print()
+    if advice is None:
+        return
     kept = f"{gb(advice.device.memory - advice.budget)} of {gb(advice.device.memory)}"
     console.print(f"On {advice.device.name}, with {kept} kept for activations:", markup=False, highlight=False)
     counts = [f"{number or 'none'} at stage {stage}" for stage, number in enumerate(advice.smallest)]
@@ -126,15 +131,30 @@ def show(console: Console, plans: list[Estimate], advice: Advice, options: argpa
         console.print(f"- {reason}", markup=False, highlight=False)
 
 
-def _memory(plans: list[Estimate], advice: Advice) -> Table:
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """In what sizes are printed: 10 to the power of `digits` bytes, or elements."""
+
+    name: str
+    digits: int
+
+    def __call__(self, size: float) -> str:
+        """As in "1.23"."""
+        return gb(size * 10 ** (9 - self.digits)).removesuffix(" GB")
+
+
+GB, MB = Unit("GB", 9), Unit("MB", 6)
+
+
+def _memory(plans: list[Estimate], advice: Advice | None, unit: Unit) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("GB on each device", no_wrap=True)
+    table.add_column(f"{unit.name} on each device", no_wrap=True)
     table.add_column("B/param", justify="right")
     for one in plans:
         table.add_column(f"stage {one.number}", justify="right")
 
     def row(name, values, per_param="", **style):
-        table.add_row(name, per_param, *("-" if value is None else _number(value) for value in values), **style)
+        table.add_row(name, per_param, *("-" if value is None else unit(value) for value in values), **style)
 
     def either(values):
         return " or ".join(dict.fromkeys(values))
@@ -153,8 +173,9 @@ def _memory(plans: list[Estimate], advice: Advice) -> Table:
     row("as the ZeRO paper counts", [one.papers for one in plans])
     if any(one.megatron for one in plans):
         row("as Megatron-LM counts", [one.megatron for one in plans])
-    fits = ["yes" if one.total <= advice.budget else "no" for one in plans]
-    table.add_row(f"fits in {gb(advice.budget)}", "", *fits)
+    if advice is not None:
+        fits = ["yes" if one.total <= advice.budget else "no" for one in plans]
+        table.add_row(f"fits in {gb(advice.budget)}", "", *fits)
     return table
 
 
@@ -162,21 +183,17 @@ def _bytes(entries: list[Entry]) -> list[int | None]:
     return [entry.bytes or None for entry in entries]
 
 
-def _number(size: float) -> str:
-    return gb(size).removesuffix(" GB")
-
-
-def _traffic(plans: list[Estimate]) -> Table:
+def _traffic(plans: list[Estimate], unit: Unit) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("stage")
     for name in ("collective", "for", "over", "dtype"):
         table.add_column(name)
-    for name in ("elements", "GB", "wire"):
+    for name in ("elements", unit.name, "wire"):
         table.add_column(name, justify="right")
     for one in plans:
         for at, row in enumerate(one.traffic):
             purpose = "gradients" if row.what == "reduce" else row.what.removeprefix("gather, ")
-            sizes = [f"{row.volume / 1e9:.4g}e9", _number(row.bytes), _number(row.wire_bytes)]
+            sizes = [f"{row.volume / 10**unit.digits:.4g}e{unit.digits}", unit(row.bytes), unit(row.wire_bytes)]
             dtype, stage = SHORT.get(row.dtype, row.dtype), str(one.number) if at == 0 else ""
             table.add_row(stage, row.kind, purpose, ", ".join(row.axes), dtype, *sizes)
     return table
