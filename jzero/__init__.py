@@ -1,6 +1,7 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
 from jzero import bandwidth, memory, program
+from jzero.audit import Audit, BrokenPromise, audit
 from jzero.estimate import estimate
 from jzero.explain import explain
 from jzero.grad import value_and_grad
@@ -20,6 +21,8 @@ from jzero.zero import zero
 
 __all__ = [
     "STAGES",
+    "Audit",
+    "BrokenPromise",
     "DynamicLossScale",
     "Layout",
     "Precision",
@@ -28,6 +31,7 @@ __all__ = [
     "TrainStep",
     "Weighted",
     "apply_gradients",
+    "audit",
     "bandwidth",
     "combine",
     "compiler_options",

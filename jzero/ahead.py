@@ -52,10 +52,12 @@ def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]
         return carry, [y for y, put_off in zip(ys, late, strict=True) if put_off], (others, new)
 
     # A trial, to see what the body gathers of the leaves that it is scanned over, and which gradients it has reduced.
-    before = list(run.gatherings)
+    account = run.account
+    before = list(account.gatherings), list(account.reductions)
     _, grads, others = jax.eval_shape(lambda: evaluate(body.carry, 0, none))
     fetches = [(k, key) for k, x in enumerate(body.views) if isinstance(x, View) for key in sorted(x.shards.gathers)]
-    trial, run.gatherings[:] = run.gatherings[len(before) :], before
+    trial = list(account.gatherings), list(account.reductions)
+    account.gatherings, account.reductions = before
     late = {k: y for k, (y, _) in enumerate(body.ends) if isinstance(y, Pending)}
     tasks = _tasks(run, list(late.values())) if late else []
     first, last = len(tasks), length - 1 if fetches else length
@@ -105,7 +107,9 @@ def loop_ahead(body: Body, values: list[Any]) -> tuple[Any, list[Any], list[Any]
     carry, _, waiting, (ys, new), reduced = state
     for done in range(first):
         waiting, reduced = reduce(tasks[done:], waiting, reduced, length + done)
-    run.gatherings[:] = [*before, *trial]
+    account.gatherings, account.reductions = trial
+    for pending in late.values():
+        run.note(pending, length)
     for (k, y), value in zip(late.items(), reduced, strict=True):
         ys[k] = value
         body.ends[k] = Reduced(value, _final(y)), None

@@ -11,8 +11,8 @@ array: what each device reduces, exchanges or sends, the input of a reduce-scatt
 
     factor = 2(n - 1)/n for all-reduce; (n - 1)/n for reduce-scatter, all-gather and all-to-all; 1 for permute
 
-which is `jzero.program`'s `wire_bytes / t`. A time is that of one call of a jitted function, with what JAX takes to start
-it: that is most of it where arrays are small.
+which is `jzero.program`'s `wire_bytes / t`. A time is that of one call of a jitted function, with what JAX takes to
+start it: that is most of it where arrays are small.
 """
 
 import statistics

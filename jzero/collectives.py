@@ -3,12 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero import scopes
 from jzero.layout import Layout, spec_of
 from jzero.padding import pad, unpad
 from jzero.rounding import scaled
@@ -53,18 +54,18 @@ def all_reduce(layout: Layout, x: jax.Array, leaf: Leaf | None = None) -> jax.Ar
     axes = wide(layout, layout.batch_axes)
     if not axes:
         return x
-    with jax.named_scope(f"jzero.reduce[{leaf.path if leaf else ''}]"):
+    with scopes.collective("reduce", leaf.path if leaf else ""):
         model = leaf.model if leaf else ()
         return on_model_shards(layout, lambda x: lax.psum(x, axes), [model], model, x)
 
 
-def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: str) -> jax.Array:
+def gather(layout: Layout, shard: jax.Array, cut: Cut, phase: Literal["forward", "backward"]) -> jax.Array:
     """Makes an array whole, without padding: one all-gather, of each model shard, over the data axes."""
     axes = wide(layout, layout.data_axes)
     whole, dim = shard, cut.dim
     assert dim is not None
     if axes:
-        with jax.named_scope(f"jzero.gather.{phase}[{cut.path}]"):
+        with scopes.collective(phase, cut.path):
             collective = functools.partial(lax.all_gather, axis_name=axes, axis=dim, tiled=True)
             whole = on_model_shards(layout, collective, [cut.model], cut.model, shard)
     return unpad(whole, (*whole.shape[:dim], cut.length, *whole.shape[dim + 1 :]))
@@ -92,7 +93,7 @@ def sum_over_replicas(layout: Layout, shard: jax.Array, cut: Cut, share: float) 
 
 
 def _in_scope(layout: Layout, collective: Callable[..., jax.Array], cut: Cut, x: jax.Array) -> jax.Array:
-    with jax.named_scope(f"jzero.scatter[{cut.path}]"):
+    with scopes.collective("scatter", cut.path):
         return on_model_shards(layout, collective, [cut.model], cut.model, x)
 
 
@@ -107,10 +108,15 @@ def reduce(layout: Layout, leaf: Leaf, grad: jax.Array, share: float) -> jax.Arr
     return sum_over_replicas(layout, scatter_over_data(layout, grad, leaf.cut, share, born), leaf.cut, share)
 
 
+def wire_dtype(layout: Layout, born: Any) -> Any:
+    """In which dtype a gradient is reduced that is born in this one."""
+    asked = layout.precision.reduce
+    return born if asked is None or not jnp.issubdtype(born, jnp.floating) else asked
+
+
 def _to_wire(layout: Layout, grad: jax.Array, share: float, born: Any) -> jax.Array:
     """A gradient as it is reduced: in the dtype that the precision asks for, times `share` if that comes first."""
-    asked = layout.precision.reduce
-    wire = born if asked is None or not jnp.issubdtype(born, jnp.floating) else asked
+    wire = wire_dtype(layout, born)
     return scaled(grad, share, wire) if layout.precision.divides_before(wire) else grad.astype(wire)
 
 
@@ -136,7 +142,7 @@ def gather_params(layout: Layout, shards: Sequence[jax.Array]) -> list[jax.Array
     def whole(leaf, part):
         # The shards are put in place explicitly: a gather along an inner dim gets that copy from the compiler, which
         # is free to keep what it copies from until the very end.
-        with jax.named_scope(f"jzero.gather.update[{leaf.path}]"):
+        with scopes.collective("update", leaf.path):
             parts = jnp.moveaxis(lax.all_gather(part, axes), 0, leaf.dim)
         whole = parts.reshape(*part.shape[: leaf.dim], -1, *part.shape[leaf.dim + 1 :])
         if leaf.stored == leaf.shape:

@@ -56,7 +56,8 @@ class Estimate:
     """What one stage takes on each device.
 
     `stored` is exact where the params are known leaf by leaf: it is `memory.stored_bytes`, which live arrays equal. Of
-    a count every element is cut, and single numbers such as Adam's count are left out. `inside` is an approximation.
+    a count every element is cut, and single numbers such as Adam's count are left out. `inside` is an approximation,
+    whose error against the peak of compiled steps is stated there; activations are in neither.
 
     Attributes:
         stage: The stage.

@@ -16,7 +16,7 @@ from rich.table import Table
 from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.memory import leaf_bytes
-from jzero.run import Gathering
+from jzero.run import Account, Gathering
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def explain(
         >>> print(explain(jzero.zero(params, stage=3, mesh=jzero.make_mesh(data=-1)))[0].reason)
         whole on every device: 3 elements are fewer than min_shard_size=4096
     """
-    stage, found = layout.stage, []
+    stage, found = layout.stage, list[Account]()
     if loss_fn is None and (batch is not None or has_aux or key is not None or model_state is not None):
         raise ValueError("explain: batch, has_aux, key and model_state say how to call a loss; pass loss_fn as well.")
     if loss_fn is not None and batch is None:
@@ -163,7 +163,7 @@ def explain(
             opt_state=layout.spec(leaf, stage.opt_state) if opt_state else None,
             bytes_per_device=leaf_bytes(layout, leaf, placement),
             reason="; ".join(reasons(leaf)),
-            gathers=None if loss_fn is None else _merged([g for g in found if params and g.path == leaf.path]),
+            gathers=_merged([g for g in found[0].gatherings if params and g.path == leaf.path]) if found else None,
         )
 
     rows = [row(leaf, stage.params, leaf.path, True, leaf.trainable, leaf.trainable) for leaf in layout.leaves]

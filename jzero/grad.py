@@ -18,7 +18,7 @@ from jzero.loss import take_apart
 from jzero.loss_scale import DynamicLossScale
 from jzero.model_state import merge, warn_differing
 from jzero.rounding import cast, scaled
-from jzero.run import Gathering
+from jzero.run import Account
 from jzero.stream import reduces_in_backward, stream
 
 
@@ -120,13 +120,13 @@ def gradient_program(
     has_aux: bool,
     with_key: bool,
     with_model_state: bool,
-    found: list[Gathering] | None = None,
+    found: list[Account] | None = None,
 ) -> Callable[..., Any]:
     """The program behind `value_and_grad`.
 
     It is `(params, batch, key, model_state, loss_scale) -> ((loss, model_state, aux), grads, differ)`.
     `differ` says for each of `must_agree(model_state)` whether the batch shards returned different values. Tracing it
-    puts into `found` where leaves are gathered.
+    puts into `found` the account of where leaves are gathered and which gradients are reduced.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; wanted a function loss_fn(params, batch).")
@@ -148,9 +148,10 @@ def gradient_program(
         return total if loss_scale is None else total * loss_scale, tuple(sums)
 
     def gradient(*args):
-        grads, sums, unused[:], gatherings = stream(layout, 1 / parts, objective, *args)
+        grads, sums, account = stream(layout, 1 / parts, objective, *args)
+        unused[:] = account.unused
         if found is not None:
-            found[:] = gatherings
+            found[:] = [account]
         return grads, sums
 
     def local(shards, batch, key, model_state, loss_scale):

@@ -223,6 +223,21 @@ def _iota(text: str) -> np.ndarray:
     return ids.transpose(_ints(order.strip("()"))) if order else ids
 
 
+def donated(text: str) -> set[int]:
+    """Which parameters of a compiled program its results are written over, by the first line of its text."""
+    aliases = text.partition("\n")[0].partition("input_output_alias={")[2]
+    return {int(number) for number in re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, \w+-alias\)", aliases)}
+
+
+def location_name(op: Any) -> str:
+    """What jax calls an operation of a lowered program: its scopes, and what it is; "" if it does not say."""
+    match = re.match(r'loc\("((?:[^"\\]|\\.)*)"', str(op.location))
+    if match is None:
+        return ""
+    raw = re.sub(rb"\\([0-9A-Fa-f]{2})", lambda code: bytes([int(code[1], 16)]), match[1].encode())
+    return raw.replace(b'\\"', b'"').replace(b"\\\\", b"\\").decode(errors="replace")
+
+
 def stablehlo_trip_count(loop: Any) -> int | None:
     """Trip count of a `while` that counts a carry up by a constant until it reaches another; None for any other."""
     condition, body = (region.blocks[0] for region in loop.regions)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jzero import scopes
 from jzero.collectives import all_reduce, wide
 from jzero.layout import Layout
 from jzero.padding import is_concrete
@@ -39,7 +40,8 @@ def merge(layout: Layout, model_state: Any) -> tuple[Any, jax.Array]:
             return (all_reduce(layout, x) / layout.batch_shards).astype(x.dtype)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(x) if is_key else x.astype(jnp.int32) if x.dtype == bool else x
-        low, high = (lax.pmin(data, axes), lax.pmax(data, axes)) if axes else (data, data)
+        with scopes.collective("agree"):
+            low, high = (lax.pmin(data, axes), lax.pmax(data, axes)) if axes else (data, data)
         differ.append(jnp.any(low != high))
         return jax.random.wrap_key_data(high, impl=jax.random.key_impl(x)) if is_key else high.astype(x.dtype)
 

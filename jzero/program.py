@@ -15,13 +15,13 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero import hlo
+from jzero import hlo, scopes
 
 # How often an array crosses each device's link in a ring algorithm, before the factor (n - 1) / n.
 _RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
@@ -68,9 +68,37 @@ class Collective:
         This is what ring algorithms send, and no all-reduce can do with less (Patarasuk and Yuan, "Bandwidth optimal
         all-reduce algorithms for clusters of workstations", 2009). A permute or a broadcast sends the array once.
         """
-        if self.kind not in _RING:
-            return float(self.bytes)
-        return _RING[self.kind] * self.bytes * (self.group - 1) / self.group
+        return self.bytes * wire_factor(self.kind, self.group)
+
+
+def wire_factor(kind: str, group: int) -> float:
+    """Bytes that each device of a group sends in a collective, over the bytes of the whole array.
+
+    Example:
+      >>> wire_factor("all-reduce", 4), wire_factor("all-gather", 4), wire_factor("collective-permute", 4)
+      (1.5, 0.75, 1.0)
+    """
+    return _RING[kind] * (group - 1) / group if kind in _RING else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Whose a collective is.
+
+    Attributes:
+      purpose: What jzero does it for (`scopes.Purpose`); "loss" for one that the loss itself makes, "partitioner" for
+        one that the partitioner has put in, "unnamed" where XLA has lost the name.
+      leaf: Path of the leaf, if it is of one.
+      name: Of those that are not jzero's, what jax calls the operation, as in "shard_map/psum" or "norm/reduce_sum".
+    """
+
+    purpose: str
+    leaf: str = ""
+    name: str = ""
+
+
+Row = tuple[Origin, Collective]
+_ANY = Origin("")
 
 
 def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[Collective, ...]:
@@ -104,6 +132,17 @@ def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[C
       all-reduce float32 (16,) ('data',) 4 3 192 288.0
       reduce-scatter float32 (16,) ('data', 'model') 8 1 64 56.0
     """
+    return tuple(row for _, row in _of_lowered(lowered, mesh, lambda name: _ANY))
+
+
+def collectives_by_origin(
+    lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh
+) -> tuple[tuple[Origin, Collective], ...]:
+    """The same as `collectives`, each with what it is for and of which leaf, by the names that jzero gives its own."""
+    return tuple(_of_lowered(lowered, mesh, lambda name: _origin(name) or Origin("loss", name=_short(name))))
+
+
+def _of_lowered(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, origin_of: Callable[[str], Origin]) -> list[Row]:
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(
             f"collectives: wanted a jax.stages.Lowered, which jax.jit(f).lower(...) returns; got "
@@ -116,32 +155,37 @@ def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[C
     }
     by_groups = hlo.axes_by_groups(mesh, int(module.operation.attributes["mhlo.num_partitions"]))
 
+    # What is around a collective names it as well: a function of its own, or a region for the model shards, has names
+    # that begin anew.
     @functools.cache
-    def in_function(name: str) -> list[Collective]:
-        return in_region(functions[name].regions[0])
+    def in_function(name: str, around: str) -> list[Row]:
+        return in_region(functions[name].regions[0], around)
 
-    def in_region(region: Any) -> list[Collective]:
-        return _merged(row for block in region.blocks for op in block.operations for row in in_op(op.operation))
+    def in_region(region: Any, around: str) -> list[Row]:
+        return _merged(row for block in region.blocks for op in block.operations for row in in_op(op.operation, around))
 
-    def in_op(op: Any) -> Iterable[Collective]:
+    def in_op(op: Any, around: str) -> Iterable[Row]:
         kind = op.name.removeprefix("stablehlo.").replace("_", "-")
-        regions = [in_region(region) for region in op.regions]
+        if not op.regions and kind not in (*hlo.COLLECTIVES, "func.call", "composite"):
+            return []
+        name = f"{around}/{hlo.location_name(op)}" if kind != "while" else around
         if kind in hlo.COLLECTIVES:
-            axes, group = hlo.participants(kind, _stablehlo_groups(op, mesh), by_groups)
-            whole = op.results if kind == "all-gather" else op.operands
+            over = hlo.participants(kind, _stablehlo_groups(op, mesh), by_groups)
+            arrays = [x.type for x in (op.results if kind == "all-gather" else op.operands)]
             return [
-                Collective(kind, hlo.dtype_name(str(x.type.element_type)), tuple(x.type.shape), axes, group)
-                for x in whole
+                (origin_of(name), Collective(kind, hlo.dtype_name(str(x.element_type)), tuple(x.shape), *over))
+                for x in arrays
             ]
+        regions = [in_region(region, name) for region in op.regions]
         if kind == "while":
             return _loop(*regions, trips=hlo.stablehlo_trip_count(op))
         if kind == "case":
             return _either(regions)
         if kind in ("func.call", "composite"):
-            return in_function(op.attributes["callee" if kind == "func.call" else "decomposition"].value)
+            return in_function(op.attributes["callee" if kind == "func.call" else "decomposition"].value, name)
         return itertools.chain(*regions)
 
-    return tuple(in_function("main"))
+    return in_function("main", "")
 
 
 def compiled_collectives(
@@ -174,6 +218,21 @@ def compiled_collectives(
       >>> compiled_collectives(mean.compile(), mesh)
       (Collective(kind='all-reduce', dtype='float32', shape=(32,), axes=('data',), group=8, count=1, exact=True),)
     """
+    return tuple(row for _, row in _of_compiled(compiled, mesh, lambda names, n: [_ANY] * n))
+
+
+def compiled_collectives_by_origin(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None
+) -> tuple[tuple[Origin, Collective], ...]:
+    """The same as `compiled_collectives`, each with whose it is, as far as XLA has left the names."""
+    return tuple(_of_compiled(compiled, mesh, _origins))
+
+
+def _of_compiled(
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh | None,
+    origins_of: Callable[[list[str], int], list[Origin]],
+) -> list[Row]:
     text = compiled.as_text() if hasattr(compiled, "as_text") else None
     if not text or not text.startswith("HloModule"):
         raise TypeError(
@@ -184,51 +243,91 @@ def compiled_collectives(
     by_groups = None if mesh is None else hlo.axes_by_groups(mesh, program.n_devices)
 
     @functools.cache
-    def in_computation(name: str) -> list[Collective]:
-        return _merged(row for instruction in program.computations[name] for row in in_instruction(name, instruction))
+    def in_computation(name: str, start: hlo.Instruction | None = None) -> list[Row]:
+        return _merged(row for line in program.computations[name] for row in in_instruction(name, line, start))
 
-    def in_instruction(name: str, instruction: hlo.Instruction) -> list[Collective]:
+    def in_instruction(name: str, instruction: hlo.Instruction, start: hlo.Instruction | None) -> list[Row]:
         if kind := instruction.collective:
             axes, group = hlo.participants(kind, program.groups(instruction), by_groups)
+            arrays = program.exchanged(name, instruction)
+            names = instruction.op_names or (start.op_names if start else [])
             return [
-                Collective(kind, dtype, shape, axes, group) for dtype, shape in program.exchanged(name, instruction)
+                (origin, Collective(kind, dtype, shape, axes, group))
+                for origin, (dtype, shape) in zip(origins_of(names, len(arrays)), arrays, strict=True)
             ]
         if instruction.opcode.endswith(("-done", "-update")):
             return []
-        called = [in_computation(name) for name in instruction.called]
+        # What an asynchronous computation is called stands where it starts.
+        start = instruction if instruction.opcode == "async-start" else None
+        called = [in_computation(name, start) for name in instruction.called]
         if instruction.opcode == "while":
             return _loop(*called, trips=instruction.trip_count)
         if instruction.opcode == "conditional":
             return _either(called)
         return list(itertools.chain(*called))
 
-    return tuple(in_computation(program.entry))
+    return in_computation(program.entry)
 
 
-def _merged(rows: Iterable[Collective]) -> list[Collective]:
-    counts: dict[Collective, int] = {}
+def _merged(rows: Iterable[Row]) -> list[Row]:
+    """Equal rows as one, counts added up."""
+    counts: dict[Row, int] = {}
     for row in rows:
-        one = dataclasses.replace(row, count=1)
-        counts[one] = counts.get(one, 0) + row.count
-    return [dataclasses.replace(one, count=n) for one, n in counts.items() if n]
+        one = _run(row, 1)
+        counts[one] = counts.get(one, 0) + row[1].count
+    return [_run(one, n) for one, n in counts.items() if n]
 
 
-def _loop(condition: list[Collective], body: list[Collective], trips: int | None) -> list[Collective]:
+def _run(row: Row, count: int, *, exact: bool = True) -> Row:
+    """The same, run so often."""
+    origin, one = row
+    return origin, dataclasses.replace(one, count=count, exact=one.exact and exact)
+
+
+def _loop(condition: list[Row], body: list[Row], trips: int | None) -> list[Row]:
     if trips is None:
-        return [dataclasses.replace(row, exact=False) for row in condition + body]
+        return [_run(row, row[1].count, exact=False) for row in condition + body]
     # The condition runs once more than the body, to find that the loop is over.
     runs = [(row, trips + 1) for row in condition] + [(row, trips) for row in body]
-    return [dataclasses.replace(row, count=row.count * n) for row, n in runs]
+    return [_run(row, row[1].count * n) for row, n in runs]
 
 
-def _either(branches: list[list[Collective]]) -> list[Collective]:
-    counts = [{dataclasses.replace(row, count=1): row.count for row in branch} for branch in branches]
+def _either(branches: list[list[Row]]) -> list[Row]:
+    counts = [{_run(row, 1): row[1].count for row in branch} for branch in branches]
     rows = []
     for one in dict.fromkeys(itertools.chain(*counts)):
         n = [branch.get(one, 0) for branch in counts]
-        rows.append(dataclasses.replace(one, count=min(n)))
-        rows.append(dataclasses.replace(one, count=max(n) - min(n), exact=False))
+        rows.append(_run(one, min(n)))
+        rows.append(_run(one, max(n) - min(n), exact=False))
     return rows
+
+
+def _origin(name: str) -> Origin | None:
+    found = scopes.read(name)
+    return None if found is None else Origin(*found)
+
+
+def _short(name: str) -> str:
+    """The end of a name: the operation, and the last scope around it that says something."""
+    return "/".join([part for part in name.split("/") if part and part not in _NOTHING][-2:])
+
+
+_NOTHING = {"while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map", "jit(main)"}
+_EXPLICIT = re.compile(r"(psum|pmin|pmax|pmean|all_gather|reduce_scatter|all_to_all|ppermute|pbroadcast)")
+
+
+def _origins(names: list[str], arrays: int) -> list[Origin]:
+    """Whose each array of a compiled collective is. XLA keeps a name for each, or one for all; or loses some."""
+
+    def one(name: str) -> Origin:
+        kind = "loss" if _EXPLICIT.match(name.rsplit("/", 1)[-1]) else "partitioner"
+        return _origin(name) or Origin(kind, name=_short(name))
+
+    found = [one(name) for name in names]
+    if len(found) == arrays:
+        return found
+    same = set(found)
+    return [same.pop() if len(same) == 1 else Origin("unnamed")] * arrays
 
 
 def _check_mesh(module: Any, mesh: jax.sharding.Mesh) -> None:

@@ -1,18 +1,21 @@
 """One run of the streaming pass: what it has gathered and reduced, and where it stands."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
 
-from jzero.collectives import gather, scatter_over_data, sum_over_replicas
+from jzero.collectives import gather, scatter_over_data, sum_over_replicas, wire_dtype
 from jzero.jaxprs import bind, source_of
 from jzero.layout import Layout
 from jzero.rules import Cut
 from jzero.views import Pending, Reduced, Shards, View
 
-FORWARD, BACKWARD, KEPT = "forward", "backward", "kept"
+FORWARD: Literal["forward"] = "forward"
+BACKWARD: Literal["backward"] = "backward"
+KEPT = "kept"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Gathering:
         phase: "forward" or "backward".
         dtype: Dtype on the wire.
         bytes: Bytes of the gathered array, or of each model shard of it, without padding.
+        padded: The same with padding, which travels as well.
         times: How often it runs in one microbatch.
         early: The primitive that the gather could not be moved into or behind; empty at a first real use.
     """
@@ -34,6 +38,7 @@ class Gathering:
     phase: str
     dtype: str
     bytes: int
+    padded: int
     times: int
     early: str
 
@@ -43,6 +48,38 @@ class Gathering:
         return f"{self.phase}: {self.times} x {self.bytes:,} bytes of {self.dtype} in {self.where}{early}"
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """One gradient, or part of one, that is reduced in the backward pass.
+
+    Attributes:
+        path: Path of the leaf.
+        dtype: Dtype on the wire.
+        padded: Bytes of the whole gradient, or of each model shard of it, with padding.
+        times: How often it runs in one microbatch.
+    """
+
+    path: str
+    dtype: str
+    padded: int
+    times: int
+
+
+@dataclass
+class Account:
+    """What the pass has done to a gradient program.
+
+    Attributes:
+        gatherings: Where leaves are gathered, in the order of the program.
+        reductions: Which gradients are reduced in the backward pass.
+        unused: For each trainable leaf whether the loss does not use it: its gradient is zeros, and is not reduced.
+    """
+
+    gatherings: list[Gathering] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+    unused: list[bool] = field(default_factory=list)
+
+
 @dataclass
 class Run:
     """One evaluation of the pass.
@@ -50,7 +87,7 @@ class Run:
     Attributes:
         layout: The stage, and the placement of each leaf.
         share: What a gradient is multiplied by when it is reduced.
-        gatherings: Where it has gathered.
+        account: Where it has gathered, and what it has reduced.
         times: How often the loops around this point run.
         phase: FORWARD, or BACKWARD once the loss is there.
         loss: The loss, once it is there.
@@ -61,9 +98,9 @@ class Run:
 
     layout: Layout
     share: float
-    gatherings: list[Gathering] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
     times: int = 1
-    phase: str = FORWARD
+    phase: Literal["forward", "backward"] = FORWARD
     loss: Any = None
     inside: bool = False
     lazy: bool = False
@@ -78,7 +115,18 @@ class Run:
 
     def due(self, x: Pending) -> Reduced:
         """Reduces a gradient whose reduction was put off, and does to the shard what was done to it since."""
+        self.note(x)
         return self.summed(x, self.scattered(x))
+
+    def note(self, x: Pending, times: int = 1) -> None:
+        """Puts a reduction into the account, which runs so often wherever this point is reached."""
+        shape, dim = x.value.shape, x.cut.dim
+        assert dim is not None
+        model_shards = self.layout.size([axis for axes in x.cut.model for axis in axes])
+        dtype = wire_dtype(self.layout, x.value.dtype)
+        elements = math.prod(shape[:dim]) * x.cut.stored * math.prod(shape[dim + 1 :]) // model_shards
+        found = Reduction(x.cut.path, str(dtype), elements * dtype.itemsize, self.times * times)
+        self.account.reductions.append(found)
 
     def scattered(self, x: Pending) -> jax.Array:
         """The first half of `due`: the shard that is left to be summed over the replicas."""
@@ -143,9 +191,9 @@ class Run:
         whole = gather(self.layout, value, shards.cut, self.phase)
         if not self.inside:
             self.used.append((size, beside))
-        size = whole.size * whole.dtype.itemsize // model_shards
-        found = Gathering(shards.leaf.path, source_of(eqn), self.phase, str(x.dtype), size, self.times, early)
-        self.gatherings.append(found)
+        own = whole.size * whole.dtype.itemsize // model_shards
+        found = Gathering(shards.leaf.path, source_of(eqn), self.phase, str(x.dtype), own, size, self.times, early)
+        self.account.gatherings.append(found)
         shards.gathers.add((self.until(shards), str(x.dtype)))
         return whole
 

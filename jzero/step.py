@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jzero import scopes
 from jzero.check import check_batch
 from jzero.grad import gradient_program
 from jzero.guard import Guard
@@ -23,6 +24,7 @@ from jzero.metrics import global_norm, learning_rates, matching
 from jzero.model_state import warn_differing
 from jzero.options import compiler_options as options_for
 from jzero.padding import is_concrete
+from jzero.run import Account
 from jzero.state import TrainState, check_state, state_shardings
 from jzero.update import apply_gradients
 
@@ -31,14 +33,31 @@ class TrainStep:
     """A compiled training step, made by `train_step`: call it as `step(state, batch)`.
 
     Attributes:
+        layout: The placements that it was made for.
+        tx: Its optimizer.
+        microbatches: Into how many parts each device's batch is split.
         jitted: The `jax.jit`ted function `(state, batch) -> (state, metrics, notes)` that it runs, donating `state`;
             `notes` are for the host: which leaves of the model state were not the same on all batch shards, and whether
             the loss scale is at its end.
         wait: Whether each call waits until its loss is there.
     """
 
-    def __init__(self, jitted: Callable, check_state: Callable, check_batch: Callable, guard: Guard, wait: bool):
+    def __init__(
+        self,
+        jitted: Callable,
+        trace: Callable,
+        check_state: Callable,
+        check_batch: Callable,
+        *,
+        layout: Layout,
+        tx: optax.GradientTransformation,
+        microbatches: int,
+        guard: Guard,
+        wait: bool,
+    ):
         self.jitted, self.wait = jitted, wait
+        self.layout, self.tx, self.microbatches = layout, tx, microbatches
+        self._trace = trace
         self._check_state, self._check_batch, self._guard = check_state, check_batch, guard
         self._returned = self._found = None
 
@@ -63,6 +82,12 @@ class TrainStep:
         self._check_state(state)
         self._check_batch(batch)
         return self.jitted.lower(state, batch)
+
+    def account(self, state: Any, batch: Any) -> Account:
+        """Traces the gradient anew, for arguments as `lower` takes them, and says what it gathers and reduces."""
+        self._check_state(state)
+        self._check_batch(batch)
+        return self._trace(state, batch)
 
     def _report(self, found: Any, state: TrainState) -> None:
         """Warns or raises because of what a step has found; one step late where steps are not waited for."""
@@ -166,7 +191,8 @@ def train_step(
             "Pass loss_scale=jzero.DynamicLossScale() to init and train_step, or use bfloat16.",
             stacklevel=2,
         )
-    program = gradient_program(
+    make_program = functools.partial(
+        gradient_program,
         loss_fn,
         layout,
         microbatches=microbatches,
@@ -174,20 +200,32 @@ def train_step(
         with_key=with_key,
         with_model_state=with_model_state,
     )
+    program = make_program()
     waits = platform_of(layout.mesh) == "cpu" if wait is None else wait
 
-    def update(state: TrainState, batch: Any):
+    def arguments(state: TrainState, batch: Any):
+        """What the gradient program is given."""
         key = jax.random.fold_in(state.key, state.step) if with_key and state.key is not None else None
         before = state.model_state if with_model_state else None
-        scale = None if scaling is None else state.loss_scale.scale
-        (loss, model_state, aux), grads, differ = program(state.params, batch, key, before, scale)
+        return state.params, batch, key, before, None if scaling is None else state.loss_scale.scale
 
-        logical = layout.logical(grads)
-        norm = global_norm(logical)
-        norms = {name: global_norm([jax.tree.leaves(logical)[i] for i in group]) for name, group in groups.items()}
-        factor = jnp.ones_like(norm) if clip_norm is None else jnp.minimum(1, clip_norm / (norm + 1e-6))
-        if clip_norm is not None:
-            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+    def trace(state: TrainState, batch: Any) -> Account:
+        found = list[Account]()
+        jax.eval_shape(lambda *given: make_program(found=found)(*arguments(*given)), state, batch)
+        return found[0]
+
+    def update(state: TrainState, batch: Any):
+        given = arguments(state, batch)
+        (loss, model_state, aux), grads, differ = program(*given)
+        *_, before, scale = given
+
+        with scopes.phase("norm"):
+            logical = layout.logical(grads)
+            norm = global_norm(logical)
+            norms = {name: global_norm([jax.tree.leaves(logical)[i] for i in group]) for name, group in groups.items()}
+            factor = jnp.ones_like(norm) if clip_norm is None else jnp.minimum(1, clip_norm / (norm + 1e-6))
+            if clip_norm is not None:
+                grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
         take = exhausted = None
         if not guard.is_off:
@@ -242,5 +280,13 @@ def train_step(
         compiler_options=dict(options_for(layout) if compiler_options is None else compiler_options) or None,
     )
     return TrainStep(
-        jitted, check, functools.partial(check_batch, layout=layout, microbatches=microbatches), guard, waits
+        jitted,
+        trace,
+        check,
+        functools.partial(check_batch, layout=layout, microbatches=microbatches),
+        layout=layout,
+        tx=tx,
+        microbatches=microbatches,
+        guard=guard,
+        wait=waits,
     )

@@ -6,6 +6,7 @@ loop, and its gradient is an output of the backward loop; a rematerialised block
 pass evaluates that jaxpr with shards in place of whole leaves, so that nothing needs a rule for differentiation.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero import scopes
 from jzero.collectives import reduce
 from jzero.jaxprs import are_zeros, bind, has_jaxpr, inner_jaxpr, is_placed_by_hand, is_var
 from jzero.layout import Layout
@@ -21,7 +23,7 @@ from jzero.mark import MARK
 from jzero.pin import pinned
 from jzero.plan import LOOPS_AND_BLOCKS, plan
 from jzero.rules import Leaf
-from jzero.run import BACKWARD, FORWARD, KEPT, Gathering, Run
+from jzero.run import BACKWARD, FORWARD, KEPT, Account, Run
 from jzero.scan import scan
 from jzero.views import SLICES, STRUCTURAL, Pending, Reduced, Shards, View
 from jzero.vocabulary import added_up, looked_up
@@ -39,7 +41,7 @@ def reduces_in_backward(layout: Layout, leaf: Leaf) -> bool:
 
 def stream(
     layout: Layout, share: float, objective: Callable[..., Any], leaves: Sequence[jax.Array], *args: Any
-) -> tuple[list[jax.Array], Any, list[bool], list[Gathering]]:
+) -> tuple[list[jax.Array], Any, Account]:
     """Value and gradient of an objective, gathering and reducing as the stage asks, inside of the data axes' shard_map.
 
     Args:
@@ -51,8 +53,7 @@ def stream(
 
     Returns:
         The gradients of the trainable leaves, reduced where `reduces_in_backward` says so, else whole and this device's
-        own; what the objective returned beside its scalar; which leaves it does not use, whose gradients are zeros that
-        need no reduction; where leaves were gathered.
+        own; what the objective returned beside its scalar; where leaves were gathered and which gradients reduced.
     """
     whole = [leaf.placed("replicated") for leaf in layout.leaves]
     trained = [index for index, leaf in enumerate(layout.leaves) if leaf.trainable]
@@ -74,7 +75,7 @@ def stream(
         for x, cut, leaf in zip(leaves, cuts, layout.leaves, strict=True)
     ]
     scattered = layout.stage.reduce == "block" and layout.stage.grads == "sharded"
-    unused = are_zeros(closed.jaxpr, closed.jaxpr.outvars[1 : 1 + len(trained)])
+    unused = run.account.unused = are_zeros(closed.jaxpr, closed.jaxpr.outvars[1 : 1 + len(trained)])
     wants = [
         None if zero else leaf.cut if scattered and leaf.cut else leaf.model_cut
         for leaf, zero in zip(layout.trainable, unused, strict=True)
@@ -88,7 +89,7 @@ def stream(
             grads[index] = jnp.zeros(leaf.local(layout.stage.grads, layout.shards), leaf.dtypes.grad)
         elif layout.stage.reduce == "block" and not scattered:
             grads[index] = reduce(layout, leaf, grads[index], share)
-    return grads, more, unused, run.gatherings
+    return grads, more, run.account
 
 
 def evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wants: Any, loss: Any = None):
@@ -102,7 +103,8 @@ def evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], w
         if eqn.primitive.name in REMAT:
             # What the backward pass needs inside of a block and elsewhere is gathered once, outside.
             ins = [run.early(x, eqn) if is_var(v) and uses[v] > 1 else x for x, v in zip(ins, eqn.invars, strict=True)]
-        outs = _equation(run, eqn, ins, [want.get(v) for v in eqn.outvars])
+        with contextlib.nullcontext() if loss is None else scopes.phase(run.phase):
+            outs = _equation(run, eqn, ins, [want.get(v) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outs, strict=True))
         if loss is not None and loss in eqn.outvars:
             run.phase, run.loss = BACKWARD, env[loss]

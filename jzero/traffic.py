@@ -1,8 +1,8 @@
 """What a step moves over the links, from the stage table and the params alone.
 
-The same rules as in `jzero.collectives`, without a program. `jzero.program` counts what a program really holds, which may
-be less: a leaf whose value the backward pass does not need is not gathered again. Left out are single numbers (the
-loss, norms), what a loss casts by itself, and what model shards exchange, which are activations.
+The same rules as in `jzero.collectives`, without a program. What a program really holds may be less: a leaf whose value
+the backward pass does not need is not gathered again. Left out are single numbers (the loss, norms), what a loss casts
+by itself, and what model shards exchange, which are activations. `jzero.audit` compares the two, line by line.
 """
 
 import math

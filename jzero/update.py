@@ -10,6 +10,7 @@ import optax
 from jax import lax
 from jax.tree_util import keystr
 
+from jzero import scopes
 from jzero.check import check_structure, check_tree
 from jzero.collectives import gather_params
 from jzero.layout import Layout
@@ -20,6 +21,7 @@ from jzero.state import TrainState, check_state, owned
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@scopes.phase("update")
 def _update(state, grads, tx, layout, functions, values, when):
     def place(tree, specs):
         return jax.tree.map(lambda x, spec: lax.with_sharding_constraint(x, layout.sharding(spec)), tree, specs)

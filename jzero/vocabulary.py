@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
+from jzero import scopes
 from jzero.collectives import on_model_shards
 from jzero.layout import Layout
 from jzero.rules import Model
@@ -39,7 +40,10 @@ def looked_up(layout: Layout, eqn: Any, table: jax.Array, indices: jax.Array, mo
         drop = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
         own_sizes = tuple(1 if at == dim else min(size, part.shape[at]) for at, size in enumerate(sizes))
         found = lax.gather(part, own, dims, own_sizes, **drop)
-        return lax.psum(found, model[dim]) if model[dim] else found
+        if not model[dim]:
+            return found
+        with scopes.collective("lookup"):
+            return lax.psum(found, model[dim])
 
     out: list[tuple[str, ...]] = [()] * eqn.outvars[0].aval.ndim
     for at, axes in zip(dims.offset_dims, [axes for at, axes in enumerate(model) if at != dim], strict=True):

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import warnings
 from collections import Counter
 
 import jax
@@ -18,7 +19,7 @@ from jzero import memory
 from jzero.advice import advise
 from jzero.devices import DEVICES, Device, as_device
 from jzero.estimate import OPTIMIZERS, estimate
-from jzero.figures import memory_bars
+from jzero.figures import memory_bars, plan_bars, traffic_bars
 from jzero.mesh import abstract_mesh
 from jzero.papers import megatron_bytes, zero_bytes
 from jzero.precision import PRECISIONS
@@ -356,6 +357,28 @@ def test_figure():
     assert tops == pytest.approx([plan.total / 1e9 for plan in plans])
     lines = [np.asarray(line.get_ydata())[0] for line in axes.lines]
     assert lines == pytest.approx([151.397597184, 151.397597184 * 0.7])
+
+
+def test_figure_of_traffic():
+    """A bar for each stage and each set of axes that it sends over, as high as what is sent over them."""
+    plans = [estimate(7.5e9, axes={"replica": 4, "data": 8}, stage=stage, microbatches=4) for stage in range(4)]
+    axes = plan_bars(plans, as_device("h200"), 0.3).axes[1]
+    tops: dict[float, float] = {}
+    for bars in axes.containers:
+        for bar in bars:  # pyright: ignore[reportGeneralTypeIssues]
+            middle = round(bar.get_x() + bar.get_width() / 2, 6)
+            tops[middle] = max(tops.get(middle, 0), bar.get_y() + bar.get_height())
+    wanted = [
+        sum(row.wire_bytes for row in plan.traffic if row.axes == over) / 1e9
+        for plan in plans
+        for over in dict.fromkeys(row.axes for row in plan.traffic)
+    ]
+    assert [tops[at] for at in sorted(tops)] == pytest.approx(wanted) and len(wanted) == 7
+    names = [text.get_text() for text in axes.get_xticklabels(minor=True)]
+    assert names == ["all axes", "data", "replica", "data", "replica", "data", "replica"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not traffic_bars([estimate(1e9, axes={"data": 1})]).axes[0].containers
 
 
 def test_errors():

@@ -337,8 +337,25 @@ def test_a_run_leaves_config_metrics_and_plot(folder, tmp_path, capsys):
     assert "holds a run already" in capsys.readouterr().err
     assert rows_of(out, "train") == train, "a refused run must leave the old one alone"
 
-    assert main([*options, "--out", str(out), "--overwrite"]) == 0
+    assert main([*options, "--out", str(out), "--overwrite", "--audit"]) == 0
     assert [row["loss"] for row in rows_of(out, "train")] == [row["loss"] for row in train]
+    said = capsys.readouterr().out
+    assert said.index("made the first step") < said.index("A step at stage 3 on data 8") < said.index("Held-out text:")
+    assert "Every promise is kept." in said
+    (found,) = rows_of(out, "audit")
+    assert found["broken"] == [] and found["sent"]["data"]["program"] > 0
+    assert {line["what"]: line["live"] for line in found["held"]}["params"] > 0
+
+
+def test_a_plan_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--plan", "--mesh", "data=4,model=2", "--min-shard-size", "0", "--data", "/not/needed"]
+    assert main([*TINY, *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "MB on each device B/param stage 0 stage 1 stage 2 stage 3" in said
+    assert "Placements at stage 3" in said and "Losses" not in said
+    assert "blocks/up/kernel: forward: 2 x 2,048 bytes of float32 in" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_diverges_says_so(folder, tmp_path, capsys):

@@ -30,6 +30,8 @@ and at the end a sample of what the model writes; metrics and a loss plot stay i
 EXAMPLES = """\
 examples:
   python -m experiments.gpt --compare-stages           losses, bytes and collectives of stages 0 to 3, side by side
+  python -m experiments.gpt --plan                     what it would take, at each stage, without training
+  python -m experiments.gpt --audit                    what the step's program moves, against what ZeRO promises
   python -m experiments.gpt --stage 1 --devices 4      another stage, on four devices
   python -m experiments.gpt --mesh replica=2,data=4    hybrid sharding: sharded in groups of 4, repeated over 2
   python -m experiments.gpt --mesh data=4,model=2      tensor parallelism within pairs, beside the stage
@@ -106,6 +108,10 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--overwrite", action="store_true", help=text)
     text = "train the same few steps at stages 0 to 3, print them side by side, and stop"
     group.add_argument("--compare-stages", action="store_true", help=text)
+    text = "print what stages 0 to 3 would take, and where each leaf lives and is gathered; train nothing"
+    group.add_argument("--plan", action="store_true", help=text)
+    text = "after the first step hold its program against what ZeRO promises (compiles the step once more)"
+    group.add_argument("--audit", action="store_true", help=text)
     return parser
 
 
@@ -114,16 +120,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser()
     options = vars(command.parse_args(argv))
     out, overwrite, comparing = (options.pop(name) for name in ("out", "overwrite", "compare_stages"))
+    planning, auditing = (options.pop(name) for name in ("plan", "audit"))
     if options["steps"] is None:
         options["steps"] = COMPARE_STEPS if comparing else Config.steps
     console = Console()
     try:
         config = Config(**options)
-        text = data.load(config.data)
-        data.check(text, config.context)
         mesh = devices.make_mesh(config)
         config = dataclasses.replace(config, devices=mesh.size, mesh=tuple(mesh.shape.items()))
         job = build(config, mesh)
+        if planning:
+            return report.show_plan(console, config, job)
+        text = data.load(config.data)
+        data.check(text, config.context)
         record = Record(out or _new_folder(), config, overwrite=overwrite)
     except (ValueError, OSError) as error:
         command.exit(2, f"{command.prog}: error: {error}\n")
@@ -133,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.show_placements(console, job)
     yardstick = ByteTrigrams(text.train).bits_per_byte(text.held_out)
     report.show_text(console, text, yardstick)
-    return train(config, job, text, yardstick, record, console)
+    return train(config, job, text, yardstick, record, console, auditing=auditing)
 
 
 def _new_folder() -> Path:

@@ -36,7 +36,7 @@ class Record:
             raise ValueError(f"--out {folder}: cannot write there ({error}).") from error
 
     def add(self, kind: str, **values: Any) -> None:
-        """Appends one row; `kind` says what it is: "train", "validation", "summary" or "stage"."""
+        """Appends one row; `kind` says what it is: "train", "validation", "audit", "summary" or "stage"."""
         row = {"kind": kind, **values}
         self.rows.append(row)
         with self.path.open("a") as file:

@@ -1,5 +1,7 @@
 """Tables and the progress bar."""
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from rich import box
 from rich.console import Console
@@ -10,6 +12,8 @@ import jzero
 from experiments.gpt.config import Config
 from experiments.gpt.data import Text
 from experiments.gpt.job import Job
+from experiments.gpt.rules import RULES
+from jzero.cli.estimate import show
 
 FORMULAS = {
     "fp32": ("12P", "4P + 8P/N", "4P + 8P/N", "12P/N"),
@@ -54,6 +58,36 @@ def show_placements(console: Console, job: Job) -> None:
     console.print(f"  {cut}; whole: on every device; bytes: of the params, on each device")
     for reason, names in whole.items():
         console.print(f"  {', '.join(names)}: {reason}", markup=False, highlight=False)
+
+
+def show_plan(console: Console, config: Config, job: Job) -> int:
+    """What this run would take at each stage; at its own, where each leaf lives and is gathered. Returns 0."""
+    layout = job.layout
+    params = layout.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtypes.given) for leaf in layout.leaves])
+    plans = [
+        jzero.estimate(
+            params,
+            axes=dict(layout.mesh.shape),
+            stage=stage,
+            precision=config.precision,
+            optimizer=job.tx,
+            microbatches=config.microbatches,
+            layers=config.layers,
+            rules=RULES if layout.model_axes else (),
+            min_shard_size=config.min_shard_size,
+        )
+        for stage in range(len(jzero.STAGES))
+    ]
+    show(console, plans, optimizer=config.optimizer, precision=config.precision)
+    show_placements(console, job)
+    windows = jax.ShapeDtypeStruct((config.batch_size, config.context + 1), jnp.int32)
+    rows = [row for row in jzero.explain(layout, job.loss_fn, windows) if row.gathers]
+    if rows:
+        console.print("Gathered in each microbatch:")
+    for row in rows:
+        for gathering in row.gathers or ():
+            console.print(f"  {row.path}: {gathering}", markup=False, highlight=False)
+    return 0
 
 
 def _place(spec: PartitionSpec | None, tensor_parallel: bool) -> str:

@@ -34,8 +34,19 @@ def batch_of(config: Config, text: Text, step: int) -> np.ndarray:
     return sample_batch(text.train, batch_size=config.batch_size, context=config.context, seed=config.seed, step=step)
 
 
-def train(config: Config, job: Job, text: Text, yardstick: float, record: Record, console: Console) -> int:
+def train(
+    config: Config,
+    job: Job,
+    text: Text,
+    yardstick: float,
+    record: Record,
+    console: Console,
+    *,
+    auditing: bool = False,
+) -> int:
     """Trains, validates, draws a sample; records and plots what came of it, also when it is stopped on the way.
+
+    With `auditing` it audits the step after the first one.
 
     Returns:
         An exit code: 0; 1 if the loss is no longer a number; 130 if it was interrupted.
@@ -47,7 +58,7 @@ def train(config: Config, job: Job, text: Text, yardstick: float, record: Record
     report.show_bytes(console, config, job, state)
     try:
         evaluate = make_evaluate(job, config.batch_size)
-        state = _steps(config, job, text, state, evaluate, held_out, record, console)
+        state = _steps(config, job, text, state, evaluate, held_out, record, console, auditing)
         with console.status(f"Validation on all {len(text.held_out):,} held-out bytes"):
             bits = evaluate(state.params, held_out)
         record.add("validation", step=config.steps, bits_per_byte=bits, windows=len(held_out))
@@ -86,14 +97,15 @@ def interrupts() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _steps(config, job, text, state, evaluate, held_out, record, console) -> jzero.TrainState:
+def _steps(config, job, text, state, evaluate, held_out, record, console, auditing) -> jzero.TrainState:
     some = held_out[:: math.ceil(len(held_out) / QUICK_WINDOWS)]
     tokens, recent = config.batch_size * config.context, deque(maxlen=20)
     with report.progress_bar(console) as progress, interrupts() as interrupted:
         bar = progress.add_task("", total=config.steps, loss=math.nan, bits=math.nan, speed=0, norm=math.nan, scale="")
         for step in range(config.steps):
             start = time.perf_counter()
-            state, metrics = job.step(state, job.layout.put_batch(batch_of(config, text, step)))
+            batch = job.layout.put_batch(batch_of(config, text, step))
+            state, metrics = job.step(state, batch)
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
             seconds, bits = time.perf_counter() - start, loss / math.log(2)
             record.add(
@@ -115,6 +127,10 @@ def _steps(config, job, text, state, evaluate, held_out, record, console) -> jze
                 recent.append(seconds)
             else:
                 console.print(f"Compiled, and made the first step, in {seconds:.1f} s.")
+                if auditing:
+                    found = jzero.audit(job.step, state, batch)
+                    console.print(found)
+                    record.add("audit", **found.as_dict())
             speed = tokens * len(recent) / sum(recent) if recent else 0
             scale = report.scale_and_skips(state) if job.loss_scale else ""
             progress.update(bar, completed=step + 1, loss=loss, bits=bits, norm=norm, speed=speed, scale=scale)

@@ -25,7 +25,11 @@ SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "b
 
 DESCRIPTION = """\
 What a training run will take on each device, before there is one: memory by ZeRO stage and kind, communication per
-step, and what to choose on a given device. Nothing is run, and no accelerator is needed."""
+step, and what to choose on a given device. Nothing is run, and no accelerator is needed.
+
+What is stored is exact where --model gives the shapes. What lives inside of a step only is an approximation: with what
+is stored it was 4% too small to 9% too large, against XLA's peak for 26 steps of a GPT on H200s. Activations come on
+top."""
 
 EXAMPLES = """\
 examples:
