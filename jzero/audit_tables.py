@@ -86,9 +86,13 @@ def _reasons(report: Audit) -> Iterable[Text]:
     for (what, reason), some in groups.items():
         apart = sum(one.bytes - one.promised for one in some)
         names = [one.leaf for one in some if one.leaf]
-        shown = f" ({', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''})" if names else ""
+        shown = f" ({_listed(names)})" if names else ""
         change = f"{size(abs(apart))} {'more' if apart > 0 else 'less'}, " if apart else ""
         yield Text(f"  {what}: {change}{reason}{shown}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _axes(report: Audit) -> Text:
@@ -102,14 +106,16 @@ def _axes(report: Audit) -> Text:
 
 def _partitioner(report: Audit) -> Table:
     right = ("collectives", "bytes", "on the wire")
-    table = _table("added by the partitioner (compiled)", "collective", "over", "dtype", *right, right=right)
-    groups: dict[tuple[str, str, str, tuple[str, ...]], list] = {}
+    table = _table("added by the partitioner, compiled", "over", "dtype", *right, "for", right=right)
+    groups: dict[tuple[str, tuple[str, ...], str], list] = {}
     for origin, row in report.compiled:
         if origin.purpose == "partitioner":
-            groups.setdefault((origin.name, row.kind, row.dtype, row.axes), []).append(row)
-    for (name, kind, dtype, axes), rows in groups.items():
+            groups.setdefault((row.kind, row.axes, row.dtype), []).append((origin.name, row))
+    for (kind, axes, dtype), found in groups.items():
+        rows, names = [row for _, row in found], list(dict.fromkeys(name for name, _ in found))
+        count = f"{sum(row.count for row in rows)}{'' if all(row.exact for row in rows) else ' or more'}"
         sizes = size(sum(row.bytes for row in rows)), size(sum(row.wire_bytes for row in rows))
-        table.add_row(name, kind, ", ".join(axes) or "?", dtype, str(sum(row.count for row in rows)), *sizes)
+        table.add_row(kind, ", ".join(axes) or "?", dtype, count, *sizes, _listed(names))
     return table
 
 
