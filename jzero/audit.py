@@ -177,7 +177,7 @@ def audit(step: TrainStep, state: Any, batch: Any) -> Audit:
         >>> report = audit(step, state, layout.put_batch(jnp.ones((16, 64))))
         >>> report.check()
         >>> [(one.what, one.count, one.bytes) for one in report.moved]
-        [('gather, forward', 1, 2048), ('gather, backward', 0, 0), ('reduce', 1, 2048), ('sums', 1, 4)]
+        [('gather, forward', 1, 2048), ('gather, backward', 0, 0), ('reduce', 1, 2048), ('sum', 1, 4)]
         >>> report.moved[1].reason
         'the backward pass does not need its value'
         >>> [(one.what, one.promised, one.live) for one in report.held][:2]

@@ -54,7 +54,7 @@ def all_reduce(layout: Layout, x: jax.Array, leaf: Leaf | None = None) -> jax.Ar
     axes = wide(layout, layout.batch_axes)
     if not axes:
         return x
-    with scopes.collective("reduce", leaf.path if leaf else ""):
+    with scopes.collective("reduce", leaf.path) if leaf else scopes.collective("sum"):
         model = leaf.model if leaf else ()
         return on_model_shards(layout, lambda x: lax.psum(x, axes), [model], model, x)
 

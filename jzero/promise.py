@@ -49,8 +49,7 @@ class Moved:
     """What one kind of collective moves for one leaf and purpose: on each device, in a step.
 
     Attributes:
-        what: As in `Traffic`; "sums" for the loss and what is summed with it, "lookup" and "agree" as in `scopes`, and
-            "loss" for what the loss exchanges by itself.
+        what: As in `Traffic`; "sum", "lookup" and "agree" as in `scopes`; "loss" for what the loss exchanges by itself.
         leaf: Path of the leaf; of what is of none, its name in the program, if it has one.
         kind: As in `Collective`.
         axes: The mesh axes that it runs over; () where they cannot be told.
@@ -119,7 +118,7 @@ def compare(
         gather, forward ['w'] 256 256 ['']
         gather, backward ['w'] 256 0 ['the backward pass does not need its value']
         reduce ['w'] 256 256 ['']
-        sums [''] 0 4 ['the loss, its weight, aux and model state, which the ledger leaves out']
+        sum [''] 0 4 ['the loss, its weight, aux and model state, which the ledger leaves out']
     """
     rows = list(rows)
     leaves = {leaf.path: leaf for leaf in layout.leaves}
@@ -203,7 +202,7 @@ def _program(layout: Layout, rows: list[tuple[Origin, Collective]]) -> tuple[Siz
     sizes: Sizes = {}
     counts, inexact = Counter[Key](), set[Key]()
     for origin, row in rows:
-        if origin.purpose in LEAVES and origin.leaf:
+        if origin.purpose in LEAVES:
             key = LEAVES[origin.purpose], origin.leaf, row.kind, _ordered(layout, row.axes)
             sizes.setdefault(key, Counter())[row.dtype] += row.bytes
             counts[key] += row.count
@@ -272,9 +271,8 @@ def _of_none(layout: Layout, rows: list[tuple[Origin, Collective]]) -> list[Move
     """What is of no leaf, and so in no ledger."""
     found: dict[tuple[str, str, str, tuple[str, ...], str, int, bool], list[Collective]] = {}
     for origin, row in rows:
-        if origin.purpose not in LEAVES or not origin.leaf:
-            what = "sums" if origin.purpose == "reduce" else origin.purpose
-            key = what, origin.name, row.kind, _ordered(layout, row.axes), row.dtype, row.group, row.exact
+        if origin.purpose not in LEAVES:
+            key = origin.purpose, origin.name, row.kind, _ordered(layout, row.axes), row.dtype, row.group, row.exact
             found.setdefault(key, []).append(row)
 
     def line(key, some: list[Collective]) -> Moved:
@@ -296,7 +294,7 @@ def _of_none(layout: Layout, rows: list[tuple[Origin, Collective]]) -> list[Move
 
 
 _REASONS = {
-    "sums": "the loss, its weight, aux and model state, which the ledger leaves out",
+    "sum": "the loss, its weight, aux and model state, which the ledger leaves out",
     "agree": "whether integers of the model state are the same on all batch shards",
     "lookup": "activations of a lookup in a table that is cut over model axes",
 }

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import jax
 
-Purpose = Literal["forward", "backward", "update", "scatter", "reduce", "lookup", "agree"]
-"""What a collective is for: the gathers of a leaf in the two passes and of what the optimizer made of it; the two ways
-to reduce a gradient; the sum of a lookup over model axes; whether model state is the same on all batch shards."""
+Purpose = Literal["forward", "backward", "update", "scatter", "reduce", "sum", "lookup", "agree"]
+"""What a collective is for: the gathers of a leaf in the two passes, and of what the optimizer made of it; the two ways
+to reduce a gradient; the sum of the loss, its weight, aux and model state; that of a lookup over model axes; whether
+model state is the same on all batch shards."""
 
 Phase = Literal["forward", "backward", "norm", "update"]
 """What runs around the collectives."""
@@ -24,6 +25,7 @@ _NAMES: dict[Purpose, str] = {
     "update": "jzero.gather.update",
     "scatter": "jzero.scatter",
     "reduce": "jzero.reduce",
+    "sum": "jzero.sum",
     "lookup": "jzero.lookup",
     "agree": "jzero.agree",
 }

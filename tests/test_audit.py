@@ -141,7 +141,7 @@ def test_a_scanned_model_keeps_every_promise(stage, axes, ahead):
         2: {"reduce-scatter": m * P, "all-gather": P},
         3: {"reduce-scatter": m * P, "all-gather": 2 * m * P},
     }[stage]
-    of_leaves = [one.what for one in report.moved if one.what not in ("sums", "lookup")]
+    of_leaves = [one.what for one in report.moved if one.what not in ("sum", "lookup")]
     assert bytes_of(report, *of_leaves, axes=("data",)) == by_hand
     assert all(one.bytes == one.promised for one in report.moved if one.what in of_leaves)
     across = bytes_of(report, "reduce", axes=("replica",))["all-reduce"]
@@ -225,7 +225,7 @@ def test_precisions(stage, precision, options, axes):
         reduced = {dtype for one in lines if one.what == "reduce" for dtype in one.dtypes}
         assert reduced == {str(layout.precision.reduce or layout.precision.compute)}
         # Its table is tied and its blocks are recomputed: there is no difference.
-        assert all(one.bytes == one.promised for one in lines if one.what not in ("sums", "lookup"))
+        assert all(one.bytes == one.promised for one in lines if one.what not in ("sum", "lookup"))
         assert sum(one.bytes for one in lines if one.what == "reduce")
 
 
@@ -380,6 +380,14 @@ def test_an_engine_that_forgets_or_repeats(monkeypatch):
 
     monkeypatch.setattr(run, "gather", twice)
     assert "gather, forward of 'a' over data: the program has all-gathers of 1,024 bytes" in broken_by(layout)["a"]
+
+
+def test_params_that_are_one_array():
+    layout = jzero.zero(jnp.ones((16, 8)), stage=3, mesh=jzero.make_mesh(data=8), min_shard_size=16)
+    lines = moved(layout, lambda w, x: jnp.mean(x @ w), make=lambda: jnp.ones((16, 8)))
+    assert not broken_in(lines)
+    found = {one.what: (one.leaf, one.bytes) for one in lines}
+    assert found["gather, forward"] == found["reduce"] == ("", 512) and found["sum"] == ("", 4)
 
 
 def test_a_leaf_that_is_taken_again_in_a_loop():

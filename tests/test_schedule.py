@@ -383,7 +383,7 @@ def test_shapes_tell_leaves_that_are_alike_apart_only_so_far(mesh):
 
 
 def test_several_leaves_in_one_array():
-    name = "jit(f)/(psum:jzero.reduce[a]/psum:jzero.reduce[]/psum:jzero.reduce[b]/psum)"
+    name = "jit(f)/(psum:jzero.reduce[a]/psum:jzero.sum[]/psum:jzero.reduce[b]/psum)"
     ((piece,),) = (window.pieces for window in read(named(metadata(name))))
     assert (piece.purpose, piece.leaf) == ("reduce", "a + b")
 

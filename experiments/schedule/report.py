@@ -20,6 +20,7 @@ PURPOSES = {
     ("reduce-scatter", "scatter"): "scattered",
     ("all-reduce", "scatter"): "scattered, over the replicas",
     ("all-reduce", "reduce"): "reduced",
+    ("all-reduce", "sum"): "summed, of the loss",
 }
 
 
