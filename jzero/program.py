@@ -326,8 +326,12 @@ def _origins(names: list[str], arrays: int) -> list[Origin]:
     found = [one(name) for name in names]
     if len(found) == arrays:
         return found
-    same = set(found)
-    return [same.pop() if len(same) == 1 else Origin("unnamed")] * arrays
+    # Several in one array, as XLA:GPU packs small ones; or a name less than arrays. The loss goes along with gradients.
+    purposes = {origin.purpose for origin in found} - {"sum"} or {origin.purpose for origin in found}
+    if len(purposes) != 1:
+        return [Origin("unnamed")] * arrays
+    leaves, rest = (dict.fromkeys(x for origin in found if (x := getattr(origin, name))) for name in ("leaf", "name"))
+    return [Origin(purposes.pop(), " + ".join(leaves), " + ".join(rest))] * arrays
 
 
 def _check_mesh(module: Any, mesh: jax.sharding.Mesh) -> None:

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import os
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from jzero.loss_scale import as_loss_scale
 from jzero.program import collectives_by_origin
 from jzero.promise import broken_in, compare
 from jzero.state import compile_init, state_shardings
+from jzero.targets import has_pjrt, target_mesh
 from tests import models
 from tests.models import STAGES, L
 from tests.precision_model import elements_per_model_shard
@@ -427,6 +429,25 @@ def test_what_the_optimizer_computes_over_whole_leaves():
     with pytest.raises(jzero.BrokenPromise, match=r"partitioner: the partitioner has put 1 all-reduce of float32"):
         report.check()
     report.check(allow=["part*"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
+    reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
+)
+@pytest.mark.parametrize(
+    ("stage", "axes"), [(0, MESHES[1]), (1, MESHES[2]), (2, MESHES[2]), (3, MESHES[0]), (3, MESHES[1])], ids=str
+)
+def test_the_program_of_a_gpu(stage, axes):
+    """Nothing is named wrongly there: what XLA combines, packs into one array and runs asynchronously."""
+    mesh = target_mesh("h200x8", **axes)
+    layout = dataclasses.replace(precise_layout(stage, "bf16", axes), mesh=mesh, ahead=stage > 1)
+    batch = {name: jax.ShapeDtypeStruct((48, 4), "int32") for name in ("tokens", "next")}
+    report = audit(layout, precise_loss, batch, precise_params, microbatches=2, clip_norm=1.0)
+    report.check()
+    assert {origin.purpose for origin, _ in report.compiled} & {"scatter", "reduce"}
+    assert report.memory and report.memory.donated >= sum(one.compiled for one in report.held if one.what != "batch")
 
 
 def test_how_it_prints():

@@ -114,6 +114,15 @@ def test_optimizer_state_follows_the_param_on_whose_path_it_lies(wrap):
     assert collections.Counter(found)[P("data", "model")] == len(found) / 2
 
 
+def test_of_several_paths_that_end_alike_the_longest_counts():
+    params = {"w": jnp.ones((16, 16)), "a": {"w": jnp.ones((16, 16))}, "b": {"a": {"w": jnp.ones((16, 16))}}}
+    rules = [("w", P("model")), ("a/w", P(None, "model"))]
+    layout, tx = layout_of(params, MESH, 3, rules=rules, min_shard_size=0), optax.scale_by_adam()
+    assert len(set(jax.tree.leaves(layout.param_specs, is_leaf=lambda x: isinstance(x, P)))) == 3
+    specs = layout.opt_specs(tx)
+    assert specs.mu == specs.nu == layout.param_specs
+
+
 def test_an_update_of_sgd_and_adam_exchanges_nothing_over_the_model_axis():
     for stage in (1, 3):
         layout, tx = gpt_layout(stage), optax.adamw(1e-3)
