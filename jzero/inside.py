@@ -16,10 +16,11 @@ LARGEST = 1 / 3
 class Inside:
     """Bytes on one device that live inside of a step only, beside activations.
 
-    An approximation, from what XLA's programs for H200s were seen to hold. Against the peak of 26 compiled steps of a
+    An approximation, from what XLA's programs for H200s were seen to hold. Against the peak of ten compiled steps of a
     scanned GPT (with a context so short that activations take nothing; stages 0 to 3, four precisions, 1 to 8
-    microbatches, 2 to 8 shards, replicas) the total of an `Estimate` was 4% too small to 9% too large, and this part
-    9% too small to 21% too large; the rules were made from 18 of them. `tests/test_estimate.py` measures ten.
+    microbatches, 2 to 8 shards, replicas; jax 0.10) the total of an `Estimate` was 4% too small to 11% too large, and
+    this part 8% too small to 21% too large. `JAX_PLATFORMS=cpu pytest -m slow tests/test_estimate.py` measures them
+    again; it needs `jzero[preflight]`, and no GPU.
 
     Attributes:
         gradients: The reduced gradients; twice where they are reduced and summed in each of several microbatches; at

@@ -446,7 +446,8 @@ def test_the_program_of_a_gpu(stage, axes):
     batch = {name: jax.ShapeDtypeStruct((48, 4), "int32") for name in ("tokens", "next")}
     report = audit(layout, precise_loss, batch, precise_params, microbatches=2, clip_norm=1.0)
     report.check()
-    assert {origin.purpose for origin, _ in report.compiled} & {"scatter", "reduce"}
+    found = {origin.purpose for origin, _ in report.compiled}
+    assert stage == 0 or "scatter" in found  # at stage 0 all goes in one array, which has no name
     assert report.memory and report.memory.donated >= sum(one.compiled for one in report.held if one.what != "batch")
 
 

@@ -329,7 +329,7 @@ def test_devices():
     ids=str,
 )
 def test_peak_of_a_compiled_step(stage, precision, m, axes, layers, width):
-    """Within a tenth, for a GPT on H200s with next to no activations; what is stored is exact."""
+    """As near as `Inside` states, for a GPT on H200s with next to no activations; what is stored is exact."""
     model, tx = GPT(layers, width, 8, True), OPTIMIZERS["adam"][1]
     params = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"], jax.random.key(0))
     mesh = target_mesh(f"h200x{math.prod(axes.values())}", **axes)
@@ -345,7 +345,8 @@ def test_peak_of_a_compiled_step(stage, precision, m, axes, layers, width):
     inputs = m * 65 * 4 + 16  # the batch, and what is counted of steps
     assert memory_of.argument_size_in_bytes == plan.stored.total + inputs
     peak = memory_of.argument_size_in_bytes + memory_of.temp_size_in_bytes
-    assert plan.total == pytest.approx(peak, rel=0.1)
+    assert -0.045 < plan.total / peak - 1 < 0.11
+    assert -0.085 < plan.inside.total / memory_of.temp_size_in_bytes - 1 < 0.21
 
 
 def test_figure():

@@ -28,7 +28,7 @@ What a training run will take on each device, before there is one: memory by ZeR
 step, and what to choose on a given device. Nothing is run, and no accelerator is needed.
 
 What is stored is exact where --model gives the shapes. What lives inside of a step only is an approximation: with what
-is stored it was 4% too small to 9% too large, against XLA's peak for 26 steps of a GPT on H200s. Activations come on
+is stored it was 4% too small to 11% too large, against XLA's peak for ten steps of a GPT on H200s. Activations come on
 top."""
 
 EXAMPLES = """\
