@@ -229,6 +229,15 @@ def test_params_are_the_master_params_cast_bit_for_bit(stage):
         np.testing.assert_array_equal(x, wide.astype(jnp.bfloat16))
 
 
+def test_a_fresh_copy_is_made_from_its_master_as_later_ones_are(x64):
+    """1 + 2 ** -8 + 2 ** -40 is above the middle of two numbers in bfloat16, and as a float32 at the middle."""
+    params = {"w": jnp.full(8, 1 + 2**-8 + 2**-40)}
+    assert params["w"].astype(jnp.bfloat16)[0] == 1 + 2**-7
+    state = jzero.init(lambda p: p, ADAM, make_layout(1, "bf16", params=params), params)
+    np.testing.assert_array_equal(state.master["w"], np.float32(1 + 2**-8))
+    np.testing.assert_array_equal(state.params["w"], 1)
+
+
 def test_padded_master_params_outside_of_jit_ask_for_replicate():
     layout, state = after_three_steps(2)
     with pytest.raises(ValueError, match="replicate=True"):
