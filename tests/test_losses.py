@@ -340,15 +340,15 @@ def test_the_loss_sees_whole_params_and_its_own_part_of_the_batch(stage):
 
 
 def test_an_aux_in_float16_is_weighted_and_summed_in_float32():
-    """1000 times a weight of 1000 is more than float16 holds."""
+    """1024 times a weight of 1024 is more than float16 holds."""
     layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
 
     def loss(params, batch):
-        return jzero.Weighted(params["w"].sum() * 1000, jnp.float16(1000)), {"size": batch.max().astype(jnp.float16)}
+        return jzero.Weighted(params["w"].sum() * 1024, jnp.float16(1024)), {"size": batch.max().astype(jnp.float16)}
 
     call = jzero.value_and_grad(loss, layout, has_aux=True, microbatches=2)
-    (_, aux), _ = call({"w": jnp.ones(8)}, layout.put_batch(np.full(16, 1000)))
-    assert (float(aux["size"]), aux["size"].dtype) == (1000, jnp.float32)
+    (_, aux), _ = call({"w": jnp.ones(8)}, layout.put_batch(np.full(16, 1024)))
+    assert (float(aux["size"]), aux["size"].dtype) == (1024, jnp.float32)
 
 
 def test_an_aux_in_bfloat16_does_not_stall_over_microbatches():

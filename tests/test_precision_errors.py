@@ -73,6 +73,7 @@ def test_float64_moments_of_float32_weights_are_too_wide(x64):
     [{}, {"master": None, "compute": "float32"}, {"compute": "float16", "moments": "float16"}],
     ids=["bf16", "fp32", "fp16"],
 )
+@pytest.mark.filterwarnings("ignore:Precision. moments=float16 keeps")
 def test_stochastic_rounding_wants_something_in_bfloat16(options):
     refuses(lambda: Precision(stochastic_rounding=True, **options), "stochastic_rounding=True", "is bfloat16")
     assert Precision(stochastic_rounding=True, **options | {"moments": "bfloat16"}).stochastic_rounding

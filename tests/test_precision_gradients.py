@@ -114,19 +114,19 @@ def test_small_gradients_are_not_lost_among_many_microbatches(name, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_is_rounded_once_whatever_it_is_divided_by(stage):
-    sums = np.arange(256)
-    six, params = {"data": 6}, {"w": jax.ShapeDtypeStruct((256,), "float32")}
+    sums = np.arange(252)
+    six, params = {"data": 6}, {"w": jax.ShapeDtypeStruct((252,), "float32")}
     layout = make_layout(stage, Precision(reduce=None, accumulate=None, cast_batch=()), six, params)
 
     def loss(params, batch):
         return jzero.Weighted(jnp.sum(params["w"] * batch["x"].astype(params["w"].dtype)), batch["weight"].sum())
 
-    batch = {"x": np.zeros((6, 256), np.int32), "weight": np.array([1, 1, 1, 1, 1, 2], np.int32)}
-    batch["x"][np.arange(256) % 6, np.arange(256)] = sums
-    arrays = jax.device_put({"w": jnp.ones(256, layout.leaves[0].dtype)}, layout.param_shardings)
+    batch = {"x": np.zeros((6, 252), np.int32), "weight": np.array([1, 1, 1, 1, 1, 2], np.int32)}
+    batch["x"][np.arange(252) % 6, np.arange(252)] = sums
+    arrays = jax.device_put({"w": jnp.ones(252, layout.leaves[0].dtype)}, layout.param_shardings)
     _, grads = jzero.value_and_grad(loss, layout)(arrays, layout.put_batch(batch))
     assert grads["w"].dtype == jnp.bfloat16
-    found = np.asarray(layout.logical(grads, replicate=True)["w"])
+    found = np.asarray(grads["w"])
     once = (sums / 7).astype(np.float32).astype(found.dtype)
     twice = ((sums / 6).astype(np.float32).astype(found.dtype).astype(np.float32) * 6 / 7).astype(found.dtype)
     assert (once != twice).sum() > 20, "or it would test nothing"
@@ -190,7 +190,7 @@ def test_one_warning_names_all_wide_leaves_of_the_batch_and_the_precision_that_c
     assert "half" not in message, "which is no wider than the params"
     (call,) = re.findall(r"precision=(jzero\.Precision\(.*?\)\))", message)
     wanted = dataclasses.replace(as_precision(precision), cast_batch=("deep/y", "x"))
-    assert eval(call.removesuffix(")"), {"jzero": jzero}) == wanted
+    assert eval(call, {"jzero": jzero}) == wanted
 
 
 @pytest.mark.parametrize(
