@@ -364,7 +364,7 @@ LOOKUPS = {
 }
 
 
-SPECS = [P("model"), P(None, "model"), P(("model", "expert")), P("model", "expert")]
+WAYS = [P("model"), P(None, "model"), P(("model", "expert")), P("model", "expert")]
 
 
 # Each lookup in tables cut along the first dim and along one more way, which take turns.
@@ -373,7 +373,7 @@ SPECS = [P("model"), P(None, "model"), P(("model", "expert")), P("model", "exper
     [
         pytest.param(name, spec, marks=() if i == 0 or i == 1 + turn % 3 else pytest.mark.slow)
         for turn, name in enumerate(LOOKUPS)
-        for i, spec in enumerate(SPECS)
+        for i, spec in enumerate(WAYS)
     ],
     ids=str,
 )
