@@ -140,12 +140,13 @@ def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes:
         if (shape[0] * processes) % parts or not shape[0]:
             axes = " x ".join(f"{axis} {layout.mesh.shape[axis]}" for axis in layout.batch_axes)
             times = f" x {microbatches} microbatches" if microbatches > 1 else ""
+            more = "" if placed else f", and with microbatches a multiple of {parts} times as many"
             total = f"{shape[0]} x {processes} processes = " if processes > 1 else ""
             raise ValueError(
                 f"batch{keystr(path)} {tuple(shape)}: {total}{shape[0] * processes} examples do not divide into "
                 f"{parts} equal parts = {layout.batch_shards} batch shards (mesh axes {axes}){times}. "
-                f"Use a batch of {max(1, round(shape[0] * processes / parts)) * parts} examples, "
-                f"or other microbatches or mesh axes."
+                f"Use a batch of {max(1, round(shape[0] * processes / parts)) * parts} examples{more}, "
+                f"or other {'' if not placed else 'microbatches or '}mesh axes."
             )
         wanted = layout.sharding(layout.batch_spec)
         if placed and is_concrete(leaf) and leaf.committed and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):

@@ -49,7 +49,13 @@ class Row:
 
 
 class Explanation(tuple[Row, ...]):
-    """A tuple of `Row`s that prints as a table."""
+    """A tuple of `Row`s that prints as a table.
+
+    Attributes:
+        note: What is to be said of all of them together; empty if nothing.
+    """
+
+    note: str = ""
 
     def __str__(self) -> str:
         """The rows as an aligned table."""
@@ -73,7 +79,7 @@ class Explanation(tuple[Row, ...]):
         out = io.StringIO()
         console = Console(file=out, width=10_000)
         console.print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        lines = [line.rstrip() for line in [*out.getvalue().splitlines(), self.note]]
         return "\n".join(line for line in lines if line)
 
 
@@ -170,4 +176,10 @@ def explain(
     if tx is not None:
         for tree, (_, leaves) in (("master", layout.masters), ("opt_state", layout.opt_leaves(tx))):
             rows += [row(leaf, stage.opt_state, f"{tree}/{leaf.path}", False, False, True) for leaf in leaves]
-    return Explanation(rows)
+    explanation = Explanation(rows)
+    if stage.opt_state == "sharded" and layout.shards > 1 and all(leaf.dim is None for leaf in layout.leaves):
+        explanation.note = (
+            f"  Nothing is cut: every device holds all of it, as without ZeRO. A smaller min_shard_size than "
+            f"{layout.min_shard_size} cuts smaller leaves."
+        )
+    return explanation

@@ -14,7 +14,7 @@ from jzero.border import border_spec, enter, entered, leave, left
 from jzero.check import check_batch, check_tree
 from jzero.collectives import all_reduce, reduce
 from jzero.layout import Layout
-from jzero.loss import take_apart
+from jzero.loss import check_call, take_apart
 from jzero.loss_scale import DynamicLossScale
 from jzero.model_state import merge, warn_differing
 from jzero.rounding import cast, scaled
@@ -84,7 +84,8 @@ def value_and_grad(
         ValueError: `microbatches` is no positive int; from the function returned, before any work: params that the
             layout was not made for; a batch that does not divide; a loss that is no scalar; no `key` or `model_state`
             where one is asked for.
-        TypeError: A loss or an `aux` that is not floating, or no pair where one is asked for.
+        TypeError: A loss that takes other arguments than it is given; a loss or an `aux` that is not floating, or no
+            pair where one is asked for.
 
     Example:
         >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
@@ -134,6 +135,7 @@ def gradient_program(
         raise TypeError(f"layout is a {type(layout).__name__}; wanted the Layout that jzero.zero returns.")
     if not isinstance(microbatches, Integral) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}; wanted an int of 1 or more.")
+    check_call(loss_fn, [name for name, asked in (("key", with_key), ("model_state", with_model_state)) if asked])
     stage, precision, parts = layout.stage, layout.precision, layout.batch_shards * microbatches
 
     unused = [False] * len(layout.trainable)

@@ -20,10 +20,10 @@ from jzero.padding import is_concrete, pad, unpad
 from jzero.precision import AS_IT_IS, Precision
 from jzero.rounding import cast
 from jzero.rules import Leaf, Model, place
-from jzero.stage import Placement, Stage
+from jzero.stage import STAGES, Placement, Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """Where params, their gradients and any optimizer's state live on a mesh. Made by `zero`.
 
@@ -48,6 +48,13 @@ class Layout:
     leaves: tuple[Leaf, ...]
     ahead: bool = False
     precision: Precision = AS_IT_IS
+
+    def __repr__(self) -> str:
+        """In one line; `explain` says all."""
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        stage = STAGES.index(self.stage) if self.stage in STAGES else self.stage
+        cut = sum(leaf.dim is not None for leaf in self.leaves)
+        return f"<Layout: stage {stage} on {axes}; {len(self.leaves)} leaves, {cut} of them large enough to be cut>"
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """What a loss may return, and how it is summed over devices and microbatches."""
 
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,27 @@ class Weighted:
 
     total: Any
     weight: Any
+
+
+def check_call(loss_fn: Any, given: Iterable[str]) -> None:
+    """Raises unless `loss_fn` can be called with params, a batch, and these keyword arguments.
+
+    Raises:
+        TypeError: It lacks one of them, or needs another.
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    try:
+        signature.bind(None, None, **dict.fromkeys(given))
+    except TypeError as error:
+        call = "".join(f", {name}={name}" for name in given)
+        raise TypeError(
+            f"loss_fn cannot be called as loss_fn(params, batch{call}): {error}. It gets key= with with_key=True, and "
+            f"model_state= with with_model_state=True (jzero.explain: where key= or model_state= is passed), and "
+            f"nothing else; close over the rest."
+        ) from None
 
 
 _FORMS = {

@@ -89,6 +89,10 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Me
             )
         axes = axes | {free[0]: len(devices) // known}
     elif known != len(devices):
-        more = "" if known > len(devices) else f" Use -1 for one axis, or pass devices=jax.devices()[:{known}]."
+        more = f" Use -1 for one axis, or pass devices=jax.devices()[:{known}]."
+        if known > len(devices):
+            simulated = devices[0].platform == "cpu"
+            more = f" To simulate as many, begin with jax.config.update('jax_num_cpu_devices', {known})."
+            more = more if simulated else ""
         raise ValueError(f"make_mesh({given}): {arithmetic} = {known}, but there are {len(devices)} devices.{more}")
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=(AxisType.Auto,) * len(axes))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -130,16 +130,28 @@ class Precision:
                 )
         if self.cast_batch is not None or self.compute is None:
             return
-        for path, x in named:
-            dtype = jnp.result_type(x)
-            if str(dtype) in DTYPES and dtype.itemsize > self.compute.itemsize:
-                warnings.warn(
-                    f"batch{keystr(path)} is {dtype}, and where it meets params in {self.compute} JAX computes in "
-                    f"{jnp.promote_types(dtype, self.compute)}. To cast it, pass "
-                    f"jzero.Precision(..., cast_batch=({path_name(path) or '*'!r},)); if it is meant to be so, "
-                    f"cast_batch=().",
-                    stacklevel=3,
-                )
+        wide = [
+            (path, dtype)
+            for path, x in named
+            if str(dtype := jnp.result_type(x)) in DTYPES and dtype.itemsize > self.compute.itemsize
+        ]
+        if wide:
+            names = ", ".join(f"batch{keystr(path)} ({dtype})" for path, dtype in wide)
+            patterns = tuple(path_name(path) or "*" for path, _ in wide)
+            warnings.warn(
+                f"{names}: wider than the params in {self.compute}, and where they meet JAX computes in the wider "
+                f"dtype. To cast what is an input, pass zero(..., precision={self._written(cast_batch=patterns)}), "
+                f"without those that are to stay, such as targets and masks; cast_batch=() casts none.",
+                stacklevel=3,
+            )
+
+    def _written(self, **changes: Any) -> str:
+        """As a call, with these fields changed; what is as by default is left out."""
+        plain = Precision()
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        options = {name: x for name, x in options.items() if x != getattr(plain, name)} | changes
+        text = (f"{name}={(str(x) if isinstance(x, jnp.dtype) else x)!r}" for name, x in options.items())
+        return f"jzero.Precision({', '.join(text)})"
 
     def _casts(self, path: Any, x: Any) -> bool:
         matches = any(fnmatchcase(path_name(path), pattern) for pattern in self.cast_batch or ())
@@ -158,7 +170,11 @@ def _dtype(name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if str(dtype) not in DTYPES:
-        raise ValueError(f"Precision: {name}={value!r} is no dtype to train in; wanted one of {', '.join(DTYPES)}.")
+        long = str(value).replace("bf", "bfloat").replace("fp", "float")
+        hint = f" Did you mean {long!r}?" if long in DTYPES else ""
+        raise ValueError(
+            f"Precision: {name}={value!r} is no dtype to train in; wanted one of {', '.join(DTYPES)}.{hint}"
+        )
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"Precision: {name}=float64, which JAX would make float32; set jax.config.update('jax_enable_x64', True)."

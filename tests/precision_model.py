@@ -54,8 +54,7 @@ def make_layout(stage, precision, axes=MESHES[0], params=None, **options):
         precision=precision,
         replica_axes=("replica",) if "replica" in axes else (),
         rules=RULES if "model" in axes and params is None else (),
-        min_shard_size=0,
-        **options,
+        **{"min_shard_size": 0} | options,
     )
 
 

@@ -240,3 +240,35 @@ def test_microbatches(microbatches, layout):
 def test_clip_norm(clip_norm, layout):
     call = lambda: jzero.train_step(loss_fn, SGD, layout, clip_norm=clip_norm)  # noqa: E731
     refuses(call, f"clip_norm={clip_norm!r}", "positive", "None")
+
+
+def random_loss(params, batch, *, key):
+    return loss_fn(params, batch) + jax.random.normal(key)
+
+
+def stateful_loss(params, batch, *, model_state):
+    return loss_fn(params, batch), model_state
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "options"),
+    [
+        (random_loss, "key", {}),
+        (stateful_loss, "model_state", {"with_key": True}),
+        (lambda params, batch, rate: loss_fn(params, batch), "rate", {}),
+        (loss_fn, "key", {"with_key": True}),
+    ],
+    ids=["key", "model_state", "another", "too many"],
+)
+def test_a_loss_that_takes_other_arguments_is_told_what_it_gets(loss, name, options, layout):
+    parts = ["loss_fn cannot be called as loss_fn(params, batch", repr(name), "with_key=True", "with_model_state=True"]
+    refuses(lambda: jzero.value_and_grad(loss, layout, **options), *parts, error=TypeError)
+    refuses(lambda: jzero.train_step(loss, SGD, layout, **options), *parts, error=TypeError)
+    given = {"key": jax.random.key(0)} if options else {}
+    refuses(lambda: jzero.explain(layout, loss, make_batch(), **given), *parts, "explain: where", error=TypeError)
+
+
+def test_put_batch_says_that_microbatches_want_more(layout):
+    call = lambda: layout.put_batch(make_batch(12))  # noqa: E731
+    message = refuses(call, "Use a batch of 16 examples, and with microbatches a multiple of 8 times as many")
+    assert "other microbatches" not in message

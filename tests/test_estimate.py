@@ -219,6 +219,7 @@ def loss_fn(params, x):
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:batch .float32.. wider than the params")
 def test_traffic_is_what_a_lowered_step_holds(stage, axes, precision):
     """Beside single numbers: kind, axes, dtype and elements of each collective of the whole step."""
     m = 4 if "replica" in axes else 1

@@ -84,3 +84,13 @@ def test_explanation_prints_as_an_aligned_table():
 def test_a_path_with_brackets_is_no_markup():
     layout = jzero.zero({"[bold]": {"[red]": abstract(8)}}, stage=0, mesh=jzero.make_mesh(data=-1))
     assert " [bold]/[red] " in str(jzero.explain(layout))
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "said"), [(3, 4096, True), (1, 4096, True), (0, 4096, False), (3, 0, False)], ids=str
+)
+def test_it_says_where_nothing_is_cut(stage, size, said):
+    params = {"w": abstract(8, 16), "b": abstract(16)}
+    text = str(jzero.explain(jzero.zero(params, stage=stage, mesh=jzero.make_mesh(data=-1), min_shard_size=size)))
+    assert ("Nothing is cut: every device holds all of it" in text) == said
+    assert ("A smaller min_shard_size than 4096 cuts" in text) == said

@@ -404,10 +404,11 @@ def test_compare_stages_against_one_device(folder, tmp_path, capsys):
     job, text = build(config, jzero.make_mesh(devices=jax.devices()[:1], data=1)), data.load(str(folder))
     params = jax.jit(job.init_params)(jax.random.key(0))
     opt_state, losses = job.tx.init(params), []
+    value_and_grad, update = jax.jit(jax.value_and_grad(job.loss_fn)), jax.jit(job.tx.update)
     for step in range(3):
         batch = data.sample_batch(text.train, batch_size=16, context=config.context, seed=0, step=step)
-        loss, grads = jax.jit(jax.value_and_grad(job.loss_fn))(params, jnp.asarray(batch))
-        updates, opt_state = jax.jit(job.tx.update)(grads, opt_state, params)
+        loss, grads = value_and_grad(params, jnp.asarray(batch))
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     for row in stages:

@@ -146,11 +146,10 @@ NORMS = [np.nan, 1.0, 1.5, 0.25, 4.0, 1.0, np.inf, 1.99, 2.05, 0.01, 1e6, 1.2]
 
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_norm_far_above_its_running_mean_is_skipped(stage):
+    """And one that is no number, though nothing but the spike was asked for."""
     layout = jzero.zero({"w": jnp.ones(16)}, stage=stage, mesh=jzero.make_mesh(data=-1), min_shard_size=0)
     # The gradient is the mean of the batch in each of 16 places, so its norm is 4 times that.
-    step = jzero.train_step(
-        lambda params, batch: batch.mean() * params["w"].sum(), optax.sgd(0.1), layout, nonfinite="skip", spike=2.0
-    )
+    step = jzero.train_step(lambda params, batch: batch.mean() * params["w"].sum(), optax.sgd(0.1), layout, spike=2.0)
     state = jzero.init(lambda: {"w": jnp.ones(16)}, optax.sgd(0.1), layout)
     log = []
     for norm in NORMS:
@@ -190,6 +189,17 @@ def test_a_loss_scale_given_to_one_of_init_and_train_step_alone_is_refused():
     with_scale, without = (jzero.train_step(loss_fn, TX, layout, loss_scale=s) for s in (scale, None))
     refuses(lambda: with_scale(make_state(layout), batch), "the state has none", "train_step was given one", "init")
     refuses(lambda: without(make_state(layout, scale), batch), "the state has one", "train_step was given none")
+
+
+@pytest.mark.parametrize(
+    ("made", "given"), [(128.0, 64.0), (128.0, jzero.DynamicLossScale()), (jzero.DynamicLossScale(initial=64.0), 64.0)]
+)
+def test_a_state_of_another_loss_scale_is_refused(made, given):
+    layout = make_layout(1)
+    step = jzero.train_step(loss_fn, TX, layout, loss_scale=given)
+    call = lambda: step(make_state(layout, made), layout.put_batch(make_batch()))  # noqa: E731
+    at = "128" if made == 128 else "64"
+    refuses(call, f"the state stands at {at}, made by another loss scale than the {given}", "jzero.init")
 
 
 def test_float16_without_a_loss_scale_warns():

@@ -279,3 +279,12 @@ def test_live_bytes_count_every_copy():
     alone = jax.device_put(np.zeros(5, np.float32), jax.devices()[4])
     first, second, last = jax.devices()[0], jax.devices()[1], jax.devices()[4]
     assert memory.live_bytes([cut, {"x": whole}, alone]) == {first: 44, second: 44, last: 20}
+
+
+def test_a_layout_prints_in_one_line():
+    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jax.ShapeDtypeStruct((8,), "float32")}
+    mesh = jzero.make_mesh(replica=2, data=4)
+    text = repr(jzero.zero(params, stage=3, mesh=mesh, replica_axes=("replica",)))
+    assert text == "<Layout: stage 3 on replica 2, data 4; 2 leaves, 1 of them large enough to be cut>"
+    own = jzero.Stage("replicated", "replicated", "sharded", "end")
+    assert f"stage {own} on" in repr(jzero.zero(params, stage=own, mesh=mesh))

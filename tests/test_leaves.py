@@ -214,6 +214,7 @@ def loss_of_dtypes(params, x):
 
 
 @pytest.mark.parametrize("n, stage", [(8, 1), (8, 3), (3, 3)])
+@pytest.mark.filterwarnings("ignore:train_step. params are used in float16")
 def test_mixed_dtypes_are_kept(n, stage, x64):
     """Each leaf has gradients and moments in its own dtype, and as exact as that is: none is dragged down."""
     params = {dtype: jnp.asarray(normal(8, 16) / 4, dtype) for dtype in DTYPES}

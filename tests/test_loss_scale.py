@@ -91,6 +91,23 @@ def test_a_scale_that_a_float32_cannot_hold_does_not_grow_further():
     assert list(scales) == [2.0**126, 2.0**127, 2.0**127, 2.0**127]
 
 
+def test_the_scale_grows_after_exactly_as_many_clean_steps_as_the_interval_says():
+    rule = jzero.DynamicLossScale(initial=4.0, growth_interval=3)
+    assert list(states_met(rule, [False] * 8)[0]) == [4, 4, 4, 8, 8, 8, 16, 16]
+    # An overflow begins the count again.
+    assert list(states_met(rule, [False, False, True, False, False, False, False])[0]) == [4] * 6 + [8]
+
+
+def test_a_run_that_goes_on_with_another_rule_grows_and_shrinks_by_that_rule():
+    """A shorter interval than the clean steps there are, and a floor above the scale."""
+    state = jzero.DynamicLossScale(initial=2.0, hysteresis=1).init()
+    state = dataclasses.replace(state, clean=jnp.int32(7))
+    rule = jzero.DynamicLossScale(initial=8.0, minimum=8.0, growth_interval=3, hysteresis=1)
+    assert float(rule.update(state, jnp.bool(True)).scale) == 4
+    assert float(rule.update(state, jnp.bool(False)).scale) == 2, "an overflow never raises the scale"
+    assert rule.is_exhausted(state, jnp.bool(False))
+
+
 # In the training step
 
 

@@ -233,8 +233,15 @@ def check(layout, loss_fn, reference, microbatches=1, wrap=lambda f: f):
     return grads
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("stage", "microbatches"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+# By default at stage 3 and at one of the others, which take turns.
+@pytest.mark.parametrize(
+    ("name", "stage", "microbatches"),
+    [
+        pytest.param(name, stage, microbatches, marks=() if stage in (turn % 3, 3) else pytest.mark.slow)
+        for turn, name in enumerate(LOSSES)
+        for stage, microbatches in [(0, 1), (1, 2), (2, 1), (3, 2)]
+    ],
+)
 def test_loss(x64, name, stage, microbatches):
     check(make_layout(stage), LOSSES[name], one_device(LOSSES[name]), microbatches)
 
@@ -246,8 +253,14 @@ def test_loss_with_the_other_microbatches(x64, name, stage, microbatches):
     check(make_layout(stage), LOSSES[name], one_device(LOSSES[name]), microbatches)
 
 
-@pytest.mark.parametrize("name", COLLECTIVE_LOSSES)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=() if stage in (turn, 3) else pytest.mark.slow)
+        for turn, name in enumerate(COLLECTIVE_LOSSES)
+        for stage in range(4)
+    ],
+)
 def test_collectives_in_the_loss(x64, name, stage):
     loss_fn = COLLECTIVE_LOSSES[name]
     layout = make_layout(stage)
@@ -321,3 +334,30 @@ def test_the_loss_sees_whole_params_and_its_own_part_of_the_batch(stage):
         assert params == {"w": (8, 8), "v": (8, 16), "b": (8,), "c": ()}
         assert batch == {"x": (2, 8), "y": (2,)}
     assert seen
+
+
+# The aux: 8 devices sum it, and microbatches.
+
+
+def test_an_aux_in_float16_is_weighted_and_summed_in_float32():
+    """1024 times a weight of 1024 is more than float16 holds."""
+    layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+
+    def loss(params, batch):
+        return jzero.Weighted(params["w"].sum() * 1024, jnp.float16(1024)), {"size": batch.max().astype(jnp.float16)}
+
+    call = jzero.value_and_grad(loss, layout, has_aux=True, microbatches=2)
+    (_, aux), _ = call({"w": jnp.ones(8)}, layout.put_batch(np.full(16, 1024)))
+    assert (float(aux["size"]), aux["size"].dtype) == (1024, jnp.float32)
+
+
+def test_an_aux_in_bfloat16_does_not_stall_over_microbatches():
+    """In bfloat16 256 + 1 is 256, so that a mean of ones over 1024 microbatches would be 1/4."""
+    layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+
+    def loss(params, batch):
+        return params["w"].sum() * batch.mean(), batch.mean().astype(jnp.bfloat16)
+
+    call = jzero.value_and_grad(loss, layout, has_aux=True, microbatches=1024)
+    (_, aux), _ = call({"w": jnp.ones(8)}, layout.put_batch(np.ones(8 * 1024, np.float32)))
+    assert (float(aux), aux.dtype) == (1, jnp.float32)

@@ -66,3 +66,8 @@ def test_product_that_does_not_fit_the_devices_given():
 def test_devices_are_laid_out_row_by_row():
     mesh = jzero.make_mesh(replica=2, data=4)
     assert mesh.devices.tolist() == np.array(jax.devices()).reshape(2, 4).tolist()
+
+
+def test_more_devices_than_there_are_can_be_simulated():
+    with pytest.raises(ValueError, match=r"but there are 8 devices\. .*'jax_num_cpu_devices', 16\)"):
+        jzero.make_mesh(data=16)

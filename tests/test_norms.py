@@ -126,7 +126,8 @@ def test_groups_may_overlap_and_leave_leaves_out(x64):
 def test_half_precision_gradients_are_squared_in_float32():
     """Squares of 300 overflow in float16, and those of 1e-4 vanish."""
     params, tx = {"w": jnp.ones(16)}, optax.sgd(0.0)
-    precision = jzero.Precision(master=None, compute="float16", accumulate="float16")
+    with pytest.warns(UserWarning, match="16 bits"):
+        precision = jzero.Precision(master=None, compute="float16", accumulate="float16")
     layout = jzero.zero(params, stage=3, mesh=make_mesh("8"), min_shard_size=0, precision=precision)
 
     def loss_fn(params, batch):

@@ -229,6 +229,16 @@ def test_params_are_the_master_params_cast_bit_for_bit(stage):
         np.testing.assert_array_equal(x, wide.astype(jnp.bfloat16))
 
 
+def test_a_fresh_copy_is_made_from_its_master_as_later_ones_are():
+    """Where the copy is the finer one, it holds no bits that its master has lost."""
+    precision = Precision(master="bfloat16", compute="float16", stochastic_rounding=True)
+    params = {"w": jnp.full(8, 1.001)}
+    state = jzero.init(lambda p: p, ADAM, make_layout(1, precision, params=params), params)
+    assert (state.master["w"].dtype, state.params["w"].dtype) == (jnp.bfloat16, jnp.float16)
+    np.testing.assert_array_equal(state.master["w"], 1)
+    np.testing.assert_array_equal(state.params["w"], 1)
+
+
 def test_padded_master_params_outside_of_jit_ask_for_replicate():
     layout, state = after_three_steps(2)
     with pytest.raises(ValueError, match="replicate=True"):

@@ -1,5 +1,7 @@
 """Gradients in low precision: what division before the reduction saves, and what sums over microbatches keep."""
 
+import dataclasses
+import re
 import warnings
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import jzero
 from jzero import Precision
+from jzero.precision import as_precision
 from tests import precision_model
 from tests.precision_model import MESHES, init_params, make_layout
 
@@ -44,6 +47,14 @@ def test_float16_sums_overflow_unless_gradients_are_divided_before(divide, stage
     layout = make_layout(stage, precision, axes, W)
     found = gradient(layout, [16384] * 16, microbatches)
     np.testing.assert_array_equal(found, np.inf if divide == "after" else 16384)
+
+
+@pytest.mark.parametrize("reduce", ["float16", None])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_over_microbatches_are_divided_before_they_are_float16(stage, reduce):
+    """16 microbatches of 16384 sum to 262144 on each device, before anything is reduced."""
+    layout = make_layout(stage, Precision(compute="float16", reduce=reduce), params=W)
+    np.testing.assert_array_equal(gradient(layout, [16384] * 128, 16), 16384)
 
 
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
@@ -97,10 +108,35 @@ def test_small_gradients_are_not_lost_among_many_microbatches(name, stage):
         np.testing.assert_allclose(found, (256 + 31.5) / 64, rtol=1e-6 if dtype == "float32" else 2**-8)
 
 
+# Rounding: 6 devices sum integers, which is exact, and the weights of their losses sum to 7. A sum over 7 is the sum
+# over 6 times 6/7; rounded in between, it comes out another number for many of the sums.
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_is_rounded_once_whatever_it_is_divided_by(stage):
+    sums = np.arange(252)
+    six, params = {"data": 6}, {"w": jax.ShapeDtypeStruct((252,), "float32")}
+    layout = make_layout(stage, Precision(reduce=None, accumulate=None, cast_batch=()), six, params)
+
+    def loss(params, batch):
+        return jzero.Weighted(jnp.sum(params["w"] * batch["x"].astype(params["w"].dtype)), batch["weight"].sum())
+
+    batch = {"x": np.zeros((6, 252), np.int32), "weight": np.array([1, 1, 1, 1, 1, 2], np.int32)}
+    batch["x"][np.arange(252) % 6, np.arange(252)] = sums
+    arrays = jax.device_put({"w": jnp.ones(252, layout.leaves[0].dtype)}, layout.param_shardings)
+    _, grads = jzero.value_and_grad(loss, layout)(arrays, layout.put_batch(batch))
+    assert grads["w"].dtype == jnp.bfloat16
+    found = np.asarray(grads["w"])
+    once = (sums / 7).astype(np.float32).astype(found.dtype)
+    twice = ((sums / 6).astype(np.float32).astype(found.dtype).astype(np.float32) * 6 / 7).astype(found.dtype)
+    assert (once != twice).sum() > 20, "or it would test nothing"
+    np.testing.assert_array_equal(found, once)
+
+
 def largest_difference(tree, other):
     """Over the largest gradient of all."""
-    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
-    return max(float(jnp.max(jnp.abs(x - y))) for x, y in pairs) / max(float(jnp.max(jnp.abs(y))) for _, y in pairs)
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(jax.device_get(other)), strict=True))
+    return max(np.abs(np.asarray(x) - y).max() for x, y in pairs) / max(np.abs(y).max() for _, y in pairs)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +159,13 @@ def floats(params, batch):
     return jnp.mean(params["w"][0, 0] * batch["x"].mean() + batch["deep"]["y"].mean() + batch["i"].mean())
 
 
-def dtypes_seen(precision):
+GIVEN = {"x": "float32", "deep": {"y": "float16"}, "i": "int32"}
+
+
+def dtypes_seen(precision, given=GIVEN):
     seen = {}
     layout = make_layout(2, precision, params=W)
-    tree = {"x": "float32", "deep": {"y": "float16"}, "i": "int32"}
-    batch = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((8,), dtype), tree)
+    batch = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((8,), dtype), given)
 
     def loss(params, batch):
         seen.update(jax.tree.map(lambda x: str(x.dtype), batch))
@@ -140,16 +178,19 @@ def dtypes_seen(precision):
     return seen, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
 
-GIVEN = {"x": "float32", "deep": {"y": "float16"}, "i": "int32"}
-
-
-def test_a_wide_leaf_of_the_batch_warns_and_says_how_to_cast_it():
-    seen, messages = dtypes_seen("bf16")
-    assert seen == GIVEN
-    (message,) = set(messages)
-    for part in ("batch['x'] is float32", "bfloat16", "cast_batch=('x',)", "cast_batch=()"):
-        assert part in message
-    assert "deep" not in message, "which is no wider than the params"
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp16", "bf16-pure", Precision(reduce="bfloat16", accumulate=None, exempt=("w",))], ids=str
+)
+def test_one_warning_names_all_wide_leaves_of_the_batch_and_the_precision_that_casts_them(precision):
+    given = {"x": "float32", "deep": {"y": "float32", "half": "float16"}, "i": "int32"}
+    seen, messages = dtypes_seen(precision, given)
+    assert seen == given
+    (message,) = messages
+    assert "batch['deep']['y'] (float32), batch['x'] (float32): wider than the params in" in message
+    assert "half" not in message, "which is no wider than the params"
+    (call,) = re.findall(r"precision=(jzero\.Precision\(.*?\)\))", message)
+    wanted = dataclasses.replace(as_precision(precision), cast_batch=("deep/y", "x"))
+    assert eval(call, {"jzero": jzero}) == wanted
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ on a mesh of one.
 
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.metrics import learning_rates
 
 SHAPES = {"table": (32, 16), "layers": [{"w": (16, 32), "b": (32,)}, {"w": (32, 16)}]}
 STEPS = 20
@@ -157,6 +159,22 @@ def test_with_several_groups_the_learning_rates_come_by_group():
     assert [set(rates) for rates in found] == [{"matrix", "vector"}] * 6
     np.testing.assert_allclose([rates["matrix"] for rates in found], RATES, rtol=1e-6)
     assert [rates["vector"] for rates in found] == [0.25] * 6
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_groups_that_only_names_tell_apart_are_named_by_them():
+    made = [optax.inject_hyperparams(optax.sgd)(learning_rate=rate).init({"w": jnp.ones(8)}) for rate in (0.1, 0.2)]
+    found = jax.tree.map(float, learning_rates(Pair(*made))["learning_rate"])
+    assert found == pytest.approx({"first/hyperparams": 0.1, "second/hyperparams": 0.2})
+
+
+def test_a_learning_rate_that_is_no_hyperparam_is_not_taken_for_one():
+    assert learning_rates({"learning_rate": jnp.float32(0.1)}) == {}
+    assert learning_rates({"mine": {"learning_rate": jnp.float32(0.1)}}) == {}
 
 
 def test_without_injected_hyperparams_there_is_no_learning_rate():

@@ -18,7 +18,8 @@ from jzero.rounding import rounded
 from tests.compiled_update import FOR_MEMORY, lower_update, temp_bytes
 from tests.precision_model import MESHES, make_layout
 
-NEAREST = Precision(master=None, moments="bfloat16")
+with pytest.warns(UserWarning, match="16 bits"):
+    NEAREST = Precision(master=None, moments="bfloat16")
 BF16 = jnp.bfloat16
 EIGHT, REPLICAS, MODEL = MESHES
 EPSILON = 2**-7  # from 1 to the next bfloat16

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jzero
-from jzero import Precision
+from jzero import Precision, Stage
 from jzero.program import collectives
 from jzero.state import compile_init
 from tests.precision_model import ELEMENTS, MESHES, SIZES, elements_per_model_shard, init_params, loss_fn, make_layout
@@ -137,6 +137,18 @@ def test_only_what_is_exempt_is_gathered_wide(stage):
         (GATHERS, F32, ("data",)): times * norm,
         (GATHERS, BF16, ("data",)): times * (ELEMENTS - norm),
         (SCATTERS, F32, ("data",)): ELEMENTS,
+    }
+
+
+@pytest.mark.parametrize("stage", [3, Stage("sharded", "sharded", "sharded", "end")], ids=["3", "end"])
+def test_leaves_that_stay_whole_are_summed_in_the_dtype_where_they_are_born(stage):
+    """Also where they are stored in float32, and were summed in it over microbatches."""
+    layout = make_layout(stage, Precision(reduce=None), EIGHT, min_shard_size=SIZES["blocks/norm"] + 1)
+    norm, times = SIZES["blocks/norm"], 3 if stage == 3 else 1
+    assert moved(layout, 3) == {
+        (GATHERS, BF16, ("data",)): 2 * 3 * (ELEMENTS - norm),
+        (SCATTERS, BF16, ("data",)): times * (ELEMENTS - norm),
+        (SUMS, BF16, ("data",)): norm,
     }
 
 

@@ -79,7 +79,7 @@ def test_stages_of_ones_own_live_where_they_say(row, x64):
     _, grads = jzero.value_and_grad(loss_fn, layout, microbatches=2)(state.params, layout.put_batch(batch))
     state = jzero.apply_gradients(state, grads, tx, layout)
 
-    wanted = jax.grad(loss_fn)(params, batch)
+    wanted = jax.jit(jax.grad(loss_fn))(params, batch)
     updates, opt_state = tx.update(wanted, tx.init(params), params)
     logical = functools.partial(layout.logical, replicate=True)
     pairs = [
