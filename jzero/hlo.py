@@ -30,6 +30,8 @@ COLLECTIVES = (
 
 _COMPUTATION = re.compile(r"(ENTRY )?(%[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?(%[\w.-]+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_ALIAS = re.compile(r"input_output_alias=\{((?: ?\{[\d, ]*\}: \(\d+, \{[\d, ]*\}(?:, [\w-]+)?\),?)*)")
 _CALLED = (
     r"(?:condition|body|calls|to_apply|called_computations|branch_computations|true_computation|false_computation)"
 )
@@ -91,11 +93,35 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Computations by name, the name of the one that runs first, and the number of devices that run it."""
+    """A program as its text has it.
+
+    Attributes:
+        computations: Their instructions, by name.
+        entry: Name of the one that runs first.
+        n_devices: How many devices run it.
+        parameters: Names of its arguments, in order.
+        aliased: Which of them lend their memory to a result: those donated arguments that XLA made use of.
+        frames: Where instructions come from: by id, function, file, line and the id of the caller.
+    """
 
     computations: dict[str, list[Instruction]]
     entry: str
     n_devices: int
+    parameters: tuple[str, ...] = ()
+    aliased: frozenset[int] = frozenset()
+    frames: dict[int, tuple[str, str, int, int]] = dataclasses.field(default_factory=dict)
+
+    def source(self, instruction: Instruction, libraries: tuple[str, ...] = ()) -> str:
+        """The innermost line outside of some folders that an instruction comes from: "block (model.py:31)", or ""."""
+        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        at, seen = int(match[1]) if match else 0, set()
+        while at in self.frames and at not in seen:
+            function, file, line, caller = self.frames[at]
+            if not file.startswith(libraries):
+                return f"{function.split('.')[-1]} ({file.rsplit('/', 1)[-1]}:{line})"
+            seen.add(at)
+            at = caller
+        return ""
 
     def groups(self, instruction: Instruction) -> Groups:
         """The devices that a collective runs over; of a permute, its (source, target) pairs."""
@@ -136,11 +162,13 @@ def parse(text: str) -> Program:
     """Reads what `compiled.as_text()` returns."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
+    parameters: tuple[str, ...] = ()
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
             current = match[2]
             computations[current] = []
-            entry = current if match[1] else entry
+            if match[1]:
+                entry, parameters = current, tuple("%" + name for name in re.findall(r"([\w.-]+): ", line))
         elif match := _INSTRUCTION.match(line):
             name, types, opcode, operands, attributes = match.groups()
             arrays = tuple(
@@ -149,8 +177,38 @@ def parse(text: str) -> Program:
             computations[current].append(
                 Instruction(name, opcode, arrays, tuple(re.findall(r"%[\w.-]+", operands)), attributes)
             )
-    devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, int(devices[1]) if devices else 1)
+    head = text.partition("\n")[0]
+    devices, alias = re.search(r"num_partitions=(\d+)", head), _ALIAS.search(head)
+    aliased = frozenset(map(int, re.findall(r": \((\d+), \{", alias[1]))) if alias else frozenset()
+    return Program(computations, entry, int(devices[1]) if devices else 1, parameters, aliased, _frames(text))
+
+
+def _frames(text: str) -> dict[int, tuple[str, str, int, int]]:
+    """The tables of files, functions, lines and callers in front of the computations."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    rows: dict[int, str] = {}
+    for line in text.splitlines()[1:]:
+        if line in tables:
+            rows = tables[line]
+        elif match := re.match(r"(\d+) (.*)$", line):
+            rows[int(match[1])] = match[2]
+        elif line:
+            break
+    files, functions, places, frames = (
+        {number: row.strip('"') if '"' in row[:1] else _numbers(row) for number, row in tables[name].items()}
+        for name in _TABLES
+    )
+    found = {}
+    for number, frame in frames.items():
+        place = places[frame["file_location_id"]]
+        function, file = functions[place["function_name_id"]], files[place["file_name_id"]]
+        caller = frame.get("parent_frame_id", 0)
+        found[number] = function, file, place["line"], caller
+    return found
+
+
+def _numbers(row: str) -> Any:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
 def mesh_groups(ids: np.ndarray, sizes: dict[str, int], axes: Iterable[tuple[str, int, int]]) -> Groups:
