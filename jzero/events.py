@@ -140,7 +140,7 @@ def events(
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("windows: XLA has not scheduled this program, so the order of its text says nothing.")
     mesh = layout.mesh if mesh is None and layout is not None else mesh
-    return _read(hlo.parse(text), mesh, layout)
+    return read(hlo.parse(text), mesh, layout)
 
 
 def windows_of(found: Events) -> tuple[Window, ...]:
@@ -160,7 +160,8 @@ def _windows_of(found: Events) -> Iterator[Window]:
                     yield from _windows_of(inner)
 
 
-def _read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | None) -> Events:
+def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | None) -> Events:
+    """The same of the text of a program that has been read."""
     by_groups = None if mesh is None else hlo.axes_by_groups(mesh, program.n_devices)
     kernels = Matmuls(program)
     entered: dict[tuple[int, ...], int] = {}

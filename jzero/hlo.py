@@ -31,7 +31,6 @@ COLLECTIVES = (
 _COMPUTATION = re.compile(r"(ENTRY )?(%[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?(%[\w.-]+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-_ALIAS = re.compile(r"input_output_alias=\{((?: ?\{[\d, ]*\}: \(\d+, \{[\d, ]*\}(?:, [\w-]+)?\),?)*)")
 _CALLED = (
     r"(?:condition|body|calls|to_apply|called_computations|branch_computations|true_computation|false_computation)"
 )
@@ -99,16 +98,12 @@ class Program:
         computations: Their instructions, by name.
         entry: Name of the one that runs first.
         n_devices: How many devices run it.
-        parameters: Names of its arguments, in order.
-        aliased: Which of them lend their memory to a result: those donated arguments that XLA made use of.
         frames: Where instructions come from: by id, function, file, line and the id of the caller.
     """
 
     computations: dict[str, list[Instruction]]
     entry: str
     n_devices: int
-    parameters: tuple[str, ...] = ()
-    aliased: frozenset[int] = frozenset()
     frames: dict[int, tuple[str, str, int, int]] = dataclasses.field(default_factory=dict)
 
     def source(self, instruction: Instruction, libraries: tuple[str, ...] = ()) -> str:
@@ -162,13 +157,11 @@ def parse(text: str) -> Program:
     """Reads what `compiled.as_text()` returns."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
-    parameters: tuple[str, ...] = ()
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
             current = match[2]
             computations[current] = []
-            if match[1]:
-                entry, parameters = current, tuple("%" + name for name in re.findall(r"([\w.-]+): ", line))
+            entry = current if match[1] else entry
         elif match := _INSTRUCTION.match(line):
             name, types, opcode, operands, attributes = match.groups()
             arrays = tuple(
@@ -177,10 +170,8 @@ def parse(text: str) -> Program:
             computations[current].append(
                 Instruction(name, opcode, arrays, tuple(re.findall(r"%[\w.-]+", operands)), attributes)
             )
-    head = text.partition("\n")[0]
-    devices, alias = re.search(r"num_partitions=(\d+)", head), _ALIAS.search(head)
-    aliased = frozenset(map(int, re.findall(r": \((\d+), \{", alias[1]))) if alias else frozenset()
-    return Program(computations, entry, int(devices[1]) if devices else 1, parameters, aliased, _frames(text))
+    devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    return Program(computations, entry, int(devices[1]) if devices else 1, _frames(text))
 
 
 def _frames(text: str) -> dict[int, tuple[str, str, int, int]]:

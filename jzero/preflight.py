@@ -1,0 +1,458 @@
+"""`preflight`: what a training step will do on GPUs that are not there, from compiling it for them."""
+
+import contextlib
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import RenderableType
+
+from jzero import hlo
+from jzero.buffers import DUMP, Buffer, temporaries
+from jzero.check import check_batch
+from jzero.devices import DEVICES, Device
+from jzero.events import Events, Window, read, windows_of
+from jzero.flops import convolutions
+from jzero.held import Argument, arguments
+from jzero.layout import Layout
+from jzero.links import Link, link_of
+from jzero.preflight_tables import tables, text
+from jzero.program import collectives_by_origin
+from jzero.promise import Broken, Moved, broken_in, compare
+from jzero.rules import Leaf
+from jzero.stage import STAGES, Placement, Stage
+from jzero.state import TrainState, check_state
+from jzero.step import TrainStep
+from jzero.targets import parse_target, target_mesh
+from jzero.timeline import Timeline, matmuls_of, play, wire_bytes
+
+JAX_SHARE = 0.75
+"""The share of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while the step runs.
+
+    Attributes:
+        arguments: The state and the batch.
+        outputs: The new state and the metrics.
+        aliased: Of these, what is written over arguments, and so takes nothing.
+        temporaries: What the step needs besides, at its largest.
+        code: The program itself.
+        limit: What the device has.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+    limit: int
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much. CUDA, NCCL and cuBLAS want one or two GB more."""
+        return self.peak <= self.limit
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective of the compiled program, at the speed of its link.
+
+    Attributes:
+        window: The collective: kind, arrays, axes, whether it is asynchronous, and the matmuls that run beside it.
+        link: What it goes over.
+        wire_bytes: Bytes that each device sends in one run.
+        seconds: Of one run, at the speed of the link and without latency.
+        waits: Seconds of a step for which nothing can be multiplied because of it, all runs together.
+    """
+
+    window: Window
+    link: Link
+    wire_bytes: float
+    seconds: float
+    waits: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a step cannot be faster than: a model, and no measurement. See `jzero.timeline` for what it leaves out.
+
+    Attributes:
+        seconds: Of the schedule, with matmuls at the peak of the device and collectives at that of their links.
+        compute: Of its matmuls alone.
+        links: Seconds for which each link is busy.
+        flops: Of all matmuls of a step, on one device.
+        model_flops: Without those that recompute for the backward pass.
+        peak: FLOPs per second of the device in the dtype of most of them.
+    """
+
+    seconds: float
+    compute: float
+    links: tuple[tuple[str, float], ...]
+    flops: float
+    model_flops: float
+    peak: float
+
+    @property
+    def waiting(self) -> float:
+        """Seconds for which nothing can be multiplied because of collectives."""
+        return self.seconds - self.compute
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation (PaLM, arXiv:2204.02311) that the step cannot exceed."""
+        return self.model_flops / self.seconds / self.peak if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a step will do on its target. Prints as tables.
+
+    Attributes:
+        target: As it was named.
+        device: The GPU.
+        axes: Size of each mesh axis.
+        stage: The stage.
+        microbatches: m.
+        jax: The version that compiled it.
+        memory: Bytes on one device.
+        held: What stays between steps and the batch, largest first, by the paths of their leaves.
+        temporaries: What lives besides where most does, largest first; None if XLA has not said.
+        not_donated: Leaves of the state whose memory the new state does not take over.
+        sent: The collectives of the compiled program, in the order in which they start.
+        moved: What jzero and the loss move over the links, from the lowered program, against the ledger.
+        bound: A bound on the time of a step.
+        broken: The promises that are not kept.
+        notes: What the figures leave out.
+        events: The schedule.
+        timeline: The schedule played at those speeds.
+    """
+
+    target: str
+    device: Device
+    axes: tuple[tuple[str, int], ...]
+    stage: Stage
+    microbatches: int
+    jax: str
+    memory: Memory
+    held: tuple[Buffer, ...]
+    temporaries: tuple[Buffer, ...] | None
+    not_donated: tuple[str, ...]
+    sent: tuple[Sent, ...]
+    moved: tuple[Moved, ...]
+    bound: Bound
+    broken: tuple[Broken, ...]
+    notes: tuple[str, ...]
+    events: Events = dataclasses.field(repr=False)
+    timeline: Timeline = dataclasses.field(repr=False)
+
+    @property
+    def number(self) -> int | None:
+        """0 to 3; None for a stage of one's own."""
+        return STAGES.index(self.stage) if self.stage in STAGES else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has the memory."""
+        return self.memory.fits
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends in a step, by the compiled program."""
+        return sum(one.wire_bytes * one.window.passes for one in self.sent)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON can hold it; sizes in bytes, times in seconds."""
+        plain = dataclasses.asdict
+        device = {"name": self.device.name, "memory": self.device.memory, "source": self.device.source}
+        return {
+            "target": self.target,
+            "device": device | {"flops": dict(self.device.flops), "network": self.device.network},
+            "axes": dict(self.axes),
+            "stage": self.number,
+            "microbatches": self.microbatches,
+            "jax": self.jax,
+            "fits": self.fits,
+            "memory": plain(self.memory) | {"peak": self.memory.peak},
+            "held": [plain(one) for one in self.held],
+            "temporaries": None if self.temporaries is None else [plain(one) for one in self.temporaries],
+            "not_donated": list(self.not_donated),
+            "wire_bytes": self.wire_bytes,
+            "collectives": [
+                plain(one) | {"window": plain(one.window) | {"purpose": one.window.purpose, "bytes": one.window.bytes}}
+                for one in self.sent
+            ],
+            "moved": [
+                plain(one) | {"wire_bytes": one.wire_bytes, "promised_wire_bytes": one.promised_wire_bytes}
+                for one in self.moved
+            ],
+            "bound": plain(self.bound) | {"links": dict(self.bound.links), "mfu": self.bound.mfu},
+            "bound_is": "a model of the schedule at stated speeds, not a measurement",
+            "broken": [plain(one) for one in self.broken],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """Tables of text."""
+        return text(self)
+
+    def __rich__(self) -> RenderableType:
+        """The same for a rich console."""
+        return tables(self)
+
+
+class Unsupported(RuntimeError):
+    """The step uses something that cannot be compiled without the GPU."""
+
+
+def preflight(
+    step: TrainStep,
+    state: Any,
+    batch: Any,
+    *,
+    target: str = "h200x8",
+    mesh: Mapping[str, int] | None = None,
+    links: Mapping[str, float] | None = None,
+) -> Preflight:
+    """Compiles a training step for GPUs that are not there, and says what it will do on them.
+
+    The step is made again for the target's mesh (`step.layout.on`, `step.on`), with the state cut for it and a global
+    batch of the same size, and compiled ahead of time. Nothing is run, and no array is made.
+
+    Args:
+        step: From `train_step`, for any mesh: that of this machine, or the target's own (`targets.target_mesh`).
+        state: Its state: arrays, or shapes, as from `jax.eval_shape(functools.partial(jzero.init, init_params, tx,
+            layout), key)`. Only shapes count.
+        batch: Its global batch, the same.
+        target: The GPUs: "h200x8" is one host of 8, "h200x2x8" two hosts of 8; a100, h100, h200, b200 or l40s.
+        mesh: Size of each mesh axis on the target, one of them perhaps -1. None: as the step's own mesh.
+        links: Bytes per second that each device sends over an axis, as `jzero bandwidth` measures them (busbw); axes
+            that are not named have what `jzero.devices` says of the GPU's links and of NVIDIA's servers with it.
+
+    Returns:
+        A `Preflight`; `print` shows it, `.as_dict()` is for JSON.
+
+    Raises:
+        TypeError: `step` is not a `TrainStep`.
+        ValueError: An unknown target; a mesh that does not fit it, or lacks an axis that the layout names; a state that
+            is not the step's; a batch that does not divide; an unknown or unpositive link.
+        RuntimeError: jax cannot compile for GPUs here (its pjrt package is missing), or XLA refuses the program.
+        Unsupported: A `RuntimeError`: the step calls cuDNN or cuSOLVER, with the way round.
+
+    Example:
+        >>> report = preflight(step, state, batch, target="h200x2x8", mesh={"data": 16})  # doctest: +SKIP
+        >>> report.fits, report.memory.peak, report.not_donated, report.bound.mfu  # doctest: +SKIP
+        (True, 37123456789, (), 0.61)
+    """
+    if not isinstance(step, TrainStep):
+        raise TypeError(f"preflight: step is a {type(step).__name__}; wanted what jzero.train_step returns.")
+    name, hosts, count = parse_target(target)
+    device, there = DEVICES[name], _mesh_of(step, target, hosts * count, mesh)
+    links = _checked(links or {}, there)
+    check_state(state, step.tx, step.layout)
+    step = step if step.layout.mesh == there else step.on(step.layout.on(there))
+    layout = step.layout
+    state, batch = _moved(state, step), jax.eval_shape(lambda batch: batch, batch)
+    check_batch(batch, layout, microbatches=step.microbatches)
+    with _reasons(target):
+        lowered = step.lower(state, batch)
+        compiled, program, found = _compile(lowered)
+
+    events = read(program, there, layout)
+    over = {window.axes: link_of(there, window.axes, device, hosts, links) for window in windows_of(events)}
+    timeline = play(events, device.peak, lambda window: over[window.axes])
+    moved = compare(
+        layout,
+        step.account(state, batch),
+        collectives_by_origin(lowered, there),
+        microbatches=step.microbatches,
+    )
+    ins = arguments(layout, step.tx, state, batch, compiled)
+    lost = _not_donated(ins, hlo.donated(compiled.as_text() or ""))
+    memory = _memory(compiled, device)
+    return Preflight(
+        target=target,
+        device=device,
+        axes=tuple(there.shape.items()),
+        stage=layout.stage,
+        microbatches=step.microbatches,
+        jax=jax.__version__,
+        memory=memory,
+        held=_held(ins, layout),
+        temporaries=found,
+        not_donated=tuple(one.name for one in lost),
+        sent=_sent(events, over, timeline),
+        moved=moved,
+        bound=_bound(events, timeline, device),
+        broken=(*broken_in(moved), *_of_memory(memory), *_of_donation(lost)),
+        notes=tuple(_notes(memory, program, found, device, over.values())),
+        events=events,
+        timeline=timeline,
+    )
+
+
+def _mesh_of(step: TrainStep, target: str, count: int, axes: Mapping[str, int] | None) -> Mesh:
+    own = dict(step.layout.mesh.shape)
+    if axes is None and step.layout.mesh.size != count:
+        given = ", ".join(f"{name!r}: {size}" for name, size in own.items())
+        raise ValueError(
+            f"preflight: {target} has {count} GPUs, and the step's own mesh, {{{given}}}, {step.layout.mesh.size} "
+            f"devices. Say how large each axis is there, for example mesh={{'data': {count}}} (--mesh data={count})."
+        )
+    return target_mesh(target, **(own if axes is None else axes))
+
+
+def _checked(links: Mapping[str, float], mesh: Mesh) -> dict[str, float]:
+    for axis, speed in links.items():
+        if axis not in mesh.shape:
+            raise ValueError(f"preflight: links names {axis!r}, but the mesh has axes {mesh.axis_names}.")
+        if not speed > 0:
+            raise ValueError(f"preflight: links[{axis!r}]={speed!r}; wanted bytes per second, above 0.")
+    return dict(links)
+
+
+def _moved(state: TrainState, step: TrainStep) -> TrainState:
+    """The shapes of a state of this step, with what is whole on every device as another state has it."""
+    layout, tx = step.layout, step.tx
+
+    def placed(leaves: Sequence[Leaf], placement: Placement) -> list[jax.ShapeDtypeStruct]:
+        return [leaf.placed(placement) for leaf in leaves]
+
+    (opt_tree, opt_leaves), (master_tree, masters) = layout.opt_leaves(tx), layout.masters
+    return replace(
+        jax.eval_shape(lambda state: state, state),
+        params=layout.treedef.unflatten(placed(layout.leaves, layout.stage.params)),
+        opt_state=opt_tree.unflatten(placed(opt_leaves, layout.stage.opt_state)),
+        master=master_tree.unflatten(placed(masters, layout.stage.opt_state)),
+    )
+
+
+def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, hlo.Program, tuple[Buffer, ...] | None]:
+    with tempfile.TemporaryDirectory(prefix="jzero-preflight-") as folder:
+        compiled = lowered.compile(compiler_options=DUMP | {"xla_dump_to": folder})
+        program = hlo.parse(compiled.as_text() or "")
+        return compiled, program, temporaries(Path(folder), program)
+
+
+@contextlib.contextmanager
+def _reasons(target: str) -> Iterator[None]:
+    """Says of what cannot be compiled here why, and what to do."""
+    logger = logging.getLogger("jax_plugins")  # it says that there is no CUDA, which is no news
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if "cuDNN is not detected" in said:
+            raise Unsupported(
+                f"The step asks for cuDNN's attention, which cannot be compiled without cuDNN ({said}). For preflight "
+                f"pass implementation='xla' to jax.nn.dot_product_attention, or None: all else is the same, but the "
+                f"scores of attention then take memory, and their matmuls run apart."
+            ) from error
+        if "No FFI handler registered for cu" in said:
+            call = said.partition("registered for ")[2].partition(" ")[0]
+            raise Unsupported(
+                f"The step calls {call}, which is in a library of NVIDIA's that is not here: decompositions of "
+                f"matrices (cholesky, qr, svd, eigh) cannot be compiled for {target} without it. For preflight leave "
+                f"that part out, or choose an optimizer that does without, such as one with Newton-Schulz iterations "
+                f"(optax.contrib.muon) in place of a decomposition."
+            ) from error
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            raise
+        raise RuntimeError(f"{said}\n(while the step was traced and compiled for {target})") from error
+    finally:
+        logger.setLevel(before)
+
+
+def _memory(compiled: jax.stages.Compiled, device: Device) -> Memory:
+    found: Any = compiled.memory_analysis()
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        code=found.generated_code_size_in_bytes,
+        limit=device.memory,
+    )
+
+
+def _held(ins: Sequence[Argument], layout: Layout) -> tuple[Buffer, ...]:
+    def buffer(one: Argument) -> Buffer:
+        if one.leaf is None:
+            return Buffer(one.name, one.what, "", (), one.compiled)
+        placement = layout.stage.params if one.what == "params" else layout.stage.opt_state
+        sharding = layout.sharding(layout.spec(one.leaf, placement))
+        shape = sharding.shard_shape(one.leaf.placed(placement).shape)
+        return Buffer(one.name, one.what, str(one.leaf.dtype), shape, one.compiled)
+
+    return tuple(sorted((buffer(one) for one in ins if one.number is not None), key=lambda one: -one.bytes))
+
+
+def _not_donated(ins: Sequence[Argument], donated: set[int]) -> list[Argument]:
+    return [one for one in ins if one.of_state and one.number is not None and one.number not in donated]
+
+
+def _sent(events: Events, over: Mapping[tuple[str, ...], Link], timeline: Timeline) -> tuple[Sent, ...]:
+    def one(window: Window) -> Sent:
+        link, sent = over[window.axes], wire_bytes(window)
+        return Sent(window, link, sent, sent / link.bandwidth, timeline.waits[id(window)])
+
+    return tuple(map(one, windows_of(events)))
+
+
+def _bound(events: Events, timeline: Timeline, device: Device) -> Bound:
+    work: dict[str, float] = {}
+    total = model = 0.0
+    for matmul, times in matmuls_of(events):
+        work[matmul.dtype] = work.get(matmul.dtype, 0.0) + matmul.flops * times
+        total += matmul.flops * times
+        model += 0.0 if matmul.again else matmul.flops * times
+    peak = device.peak(max(work, key=lambda dtype: work[dtype]) if work else "bfloat16")
+    return Bound(timeline.seconds, timeline.compute, tuple(timeline.links.items()), total, model, peak)
+
+
+def _of_memory(memory: Memory) -> Iterator[Broken]:
+    if not memory.fits:
+        yield Broken(
+            "memory",
+            f"does not fit: the step takes {memory.peak:,} bytes of the {memory.limit:,} that each device has.",
+        )
+
+
+def _of_donation(lost: Sequence[Argument]) -> Iterator[Broken]:
+    if lost:
+        names = ", ".join(one.name for one in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        size = sum(one.compiled for one in lost)
+        yield Broken(
+            "donation", f"XLA keeps {names} beside what replaces them: {size:,} bytes on each device exist twice."
+        )
+
+
+def _notes(
+    memory: Memory, program: hlo.Program, found: tuple[Buffer, ...] | None, device: Device, links: Any
+) -> Iterator[str]:
+    if memory.fits and memory.peak > JAX_SHARE * memory.limit:
+        yield (
+            f"JAX takes {JAX_SHARE:.0%} of a GPU's memory unless told otherwise, and this needs "
+            f"{memory.peak / memory.limit:.0%}: set XLA_PYTHON_CLIENT_MEM_FRACTION."
+        )
+    if count := convolutions(program):
+        yield f"{count} convolutions are not counted: their FLOPs are in neither the bound nor the MFU."
+    if found is None:
+        yield "XLA has not said what its temporaries are: the program came out of a compilation cache."
+    if any(link.name == "between hosts" and not link.stated for link in links):
+        yield f"Between hosts: {device.network_kind}."
