@@ -10,7 +10,7 @@ from jzero.devices import Device
 from jzero.estimate import Estimate
 from jzero.events import Window
 from jzero.preflight import Preflight
-from jzero.preflight_tables import leaves
+from jzero.preflight_tables import leaves, size
 from jzero.timeline import Span
 
 _KINDS = (
@@ -202,12 +202,16 @@ def block_schedule(report: Preflight) -> Figure:
         if one.window.loop in report.timeline.spans:
             sent[one.window.loop] = sent.get(one.window.loop, 0.0) + one.wire_bytes * one.window.passes
     loops = sorted(sorted((loop for loop in sent if loop), key=lambda loop: -sent[loop])[:3]) or [()]
-    figure = Figure(figsize=(9, 1.1 + 2.1 * len(loops)), layout="constrained")
+    figure = Figure(figsize=(9, 1.1 + 2.4 * len(loops)), layout="constrained")
     passes = {one.window.loop: one.window.passes for one in report.sent}
     for axes, loop in zip(figure.subplots(len(loops), squeeze=False)[:, 0], loops, strict=True):
         _schedule(axes, report.timeline.spans[loop])
-        name = f"loop {'.'.join(map(str, loop))}, one of {passes[loop]} passes" if loop else "the whole step"
-        axes.set_title(name, fontsize="medium", loc="left")
+        found = {one.window.purpose for one in report.sent if one.window.loop == loop}
+        name = (
+            "backward pass" if {"backward", "scatter"} & found else "forward pass" if "forward" in found else "a loop"
+        )
+        where = f"loop {'.'.join(map(str, loop))}, one of {passes[loop]} passes"
+        axes.set_title(f"{name}: {where}" if loop else "the whole step, loops as one", fontsize="medium", loc="left")
     used = {one.window.purpose for one in report.sent if one.window.loop in loops}
     bars = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=label)
@@ -240,17 +244,13 @@ def _schedule(axes: Axes, spans: list[Span]) -> None:
         if span.wait:
             wait = scale * span.wait
             axes.barh(0, wait, 0.6, at + length - wait, color="white", edgecolor="#c0392b", hatch="....", linewidth=0.8)
-    width = axes.get_xlim()[1]
-    for span in spans:  # names, where there is room
-        length = scale * (span.end - span.begin)
-        if isinstance(span.what, Window) and length > 0.12 * width:
-            text = leaves(span.what, 1) if length < 0.3 * width else leaves(span.what, 3)
-            middle = scale * ((span.begin + span.end) / 2 - begin)
-            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
-            name = text if len(text) < 60 * length / width + 12 else text[: int(60 * length / width + 10)] + "..."
-            axes.text(middle, -lanes.index(span.lane), name, ha="center", va="center", fontsize=7, bbox=box)
+    for span in spans:
+        if isinstance(span.what, Window):
+            name = f"{leaves(span.what, 1)}, {size(span.what.bytes)}"
+            at = scale * (span.begin - begin), -lanes.index(span.lane) - 0.34
+            axes.annotate(name, at, rotation=-20, ha="left", va="top", fontsize=6, rotation_mode="anchor")
     axes.set_yticks([-n for n in range(len(lanes))], lanes)
-    axes.set_ylim(-len(lanes) + 0.5, 0.5)
+    axes.set_ylim(-len(lanes) + 0.1, 0.5)
     axes.set_xlabel("microseconds" if scale == 1e6 else "milliseconds")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

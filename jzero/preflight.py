@@ -393,11 +393,11 @@ def _memory(compiled: jax.stages.Compiled, device: Device) -> Memory:
 def _held(ins: Sequence[Argument], layout: Layout) -> tuple[Buffer, ...]:
     def buffer(one: Argument) -> Buffer:
         if one.leaf is None:
-            return Buffer(one.name, one.what, "", (), one.compiled)
+            return Buffer(one.subject, one.what, "", (), one.compiled)
         placement = layout.stage.params if one.what == "params" else layout.stage.opt_state
         sharding = layout.sharding(layout.spec(one.leaf, placement))
         shape = sharding.shard_shape(one.leaf.placed(placement).shape)
-        return Buffer(one.name, one.what, str(one.leaf.dtype), shape, one.compiled)
+        return Buffer(one.subject, one.what, str(one.leaf.dtype), shape, one.compiled)
 
     return tuple(sorted((buffer(one) for one in ins if one.number is not None), key=lambda one: -one.bytes))
 

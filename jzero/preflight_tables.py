@@ -88,10 +88,13 @@ def leaves(window: Window, count: int = 2) -> str:
     return ", ".join(named[:count]) + (f" + {len(named) - count} more" if len(named) > count else "")
 
 
-def _table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
+def _table(title: str, *columns: str, right: Iterable[str] = (), folds: str = "") -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=bool(folds) and name != folds)
     return table
 
 
@@ -113,7 +116,7 @@ def _memory(report: Preflight) -> Table:
 
 
 def _buffers(report: Preflight) -> Table:
-    table = _table("Largest buffers", "name", "kind", "dtype", "shape", "size", right=["size"])
+    table = _table("Largest buffers", "name", "kind", "dtype", "shape", "size", right=["size"], folds="name")
 
     def rows(found: Sequence[Buffer]) -> None:
         for one in found[:LARGEST]:
@@ -147,7 +150,9 @@ def _collectives(rows: Sequence[Sent]) -> Table:
     loop, runs = rows[0].window.loop, rows[0].window.passes
     where = "outside of loops" if not loop else f"in loop {'.'.join(map(str, loop))}, {runs} times"
     numbers = ("size", "beside", "time", "waits")
-    table = _table(f"Collectives {where}", "collective", "over", "for", "leaves", "dtype", *numbers, right=numbers)
+    table = _table(
+        f"Collectives {where}", "collective", "over", "for", "leaves", "dtype", *numbers, right=numbers, folds="leaves"
+    )
     for one in rows:
         window = one.window
         dtypes = "/".join(dict.fromkeys(SHORT.get(piece.dtype, piece.dtype) for piece in window.pieces))
@@ -169,7 +174,9 @@ def _collectives(rows: Sequence[Sent]) -> Table:
 
 def _wire(report: Preflight) -> Table:
     numbers = ("theory", "program")
-    table = _table("Sent by each device, against theory", "what", "collective", "over", *numbers, right=numbers)
+    table = _table(
+        "Sent by each device, against theory", "what", "collective", "over", *numbers, right=numbers, folds="what"
+    )
     sums: dict[tuple[str, str, tuple[str, ...]], list[float]] = {}
     for one in report.moved:
         line = sums.setdefault((one.what, one.kind, one.axes), [0.0, 0.0])
@@ -210,8 +217,8 @@ def _bound(report: Preflight) -> list[Text]:
         Text("A bound, by a model and not a measurement: no kernel is faster than the data sheet, no link than stated"),
         Text(f"- a step takes at least {time(bound.seconds)}, so MFU is at most {bound.mfu:.1%}"),
         Text(
-            f"- matmuls {time(bound.compute)}: {bound.flops / 1e12:,.4g} TFLOP, {bound.model_flops / 1e12:,.4g} without "
-            f"what is recomputed, at {bound.peak / 1e12:,.4g} TFLOP/s"
+            f"- matmuls {time(bound.compute)}: {bound.flops / 1e12:,.4g} TFLOP, without what is recomputed "
+            f"{bound.model_flops / 1e12:,.4g}, at {bound.peak / 1e12:,.4g} TFLOP/s"
         ),
         Text(f"- links are busy for {busy or 'no time'}; matmuls wait for {time(bound.waiting)}"),
         Text(f"- links: {links or 'none used'}"),

@@ -13,6 +13,7 @@ from rich.console import Console
 from jzero.cli.options import called, mesh_axes, parsed, raised, speed
 from jzero.figures import block_schedule
 from jzero.preflight import preflight
+from jzero.preflight_tables import WIDTH
 from jzero.step import TrainStep
 from jzero.targets import GPUS, target_mesh
 
@@ -85,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
-        Console().print(report)
+        console = Console()
+        (console if console.is_terminal else Console(width=WIDTH)).print(report)
     return 1 if report.broken else 0
 
 
