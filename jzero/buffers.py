@@ -93,7 +93,7 @@ def _read(text: str, program: hlo.Program) -> Iterable[Buffer]:
             return tidy(names[part if part < len(names) else 0]), program.source(line, LIBRARIES)
         inner = [one for called in line.called for one in reversed(program.computations[called])]
         before = [by_name[name][1] for name in line.operands if name in by_name]
-        for one in (*inner, *before) if depth < 4 else ():
+        for one in (*inner, *before) if depth < 8 else ():
             if found := named(one, depth=depth + 1)[0]:
                 return found, program.source(one, LIBRARIES)
         return "", ""
