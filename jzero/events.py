@@ -7,18 +7,15 @@ own (`jzero.gather.forward[blocks/up]`), which survive XLA's combining of severa
 
 import functools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
 
-from jzero import hlo
+from jzero import hlo, scopes
 from jzero.flops import Matmul, Matmuls
 from jzero.layout import Layout
 from jzero.rules import Leaf
-
-_SCOPE = re.compile(r"jzero\.(?:gather\.)?(\w+)\[(.*)\](?:/|$)")
 
 
 @dataclass(frozen=True)
@@ -228,10 +225,10 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
 
 
 def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout: Layout | None) -> tuple[Piece, ...]:
-    scopes = [match.groups() if (match := _SCOPE.search(name)) else ("", "") for name in names]
-    if len(scopes) == len(arrays):
-        return tuple(Piece(*array, *scope) for array, scope in zip(arrays, scopes, strict=True))
-    own = [scope for scope in scopes if scope != ("", "")]
+    found = [scopes.read(name) or ("", "") for name in names]
+    if len(found) == len(arrays):
+        return tuple(Piece(*array, *scope) for array, scope in zip(arrays, found, strict=True))
+    own = [scope for scope in found if scope != ("", "")]
     purpose = own[0][0] if own and len({purpose for purpose, _ in own}) == 1 else ""
     if len(arrays) == 1 and own:
         return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own if leaf)),)

@@ -41,7 +41,15 @@ def tables(report: Preflight) -> RenderableType:
         f"{stage} on {report.target} ({report.device.name}, {mesh}), {report.microbatches} microbatch{plural}; "
         f"compiled ahead of time by jax {report.jax}, not run. Figures are of one device and one step."
     )
-    parts: list[RenderableType] = [Text(title), Text(), _memory(report), Text(), _buffers(report), Text(), _donation(report)]
+    parts: list[RenderableType] = [
+        Text(title),
+        Text(),
+        _memory(report),
+        Text(),
+        _buffers(report),
+        Text(),
+        _donation(report),
+    ]
     for loop in dict.fromkeys(sorted(one.window.loop for one in report.sent)):
         parts += [Text(), _collectives([one for one in report.sent if one.window.loop == loop])]
     parts += [Text(), _wire(report), *_reasons(report), Text(), *_bound(report)]

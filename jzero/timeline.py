@@ -12,16 +12,12 @@ from dataclasses import dataclass, field
 from jzero.events import Branches, Done, Events, Loop, Start, Window
 from jzero.flops import Matmul
 from jzero.links import Link
-
-# How often an array crosses each device's link in a ring algorithm, before the factor (n - 1) / n.
-_RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+from jzero.program import wire_factor
 
 
 def wire_bytes(window: Window) -> float:
     """Bytes that each device sends in one run of a collective, as `Collective.wire_bytes` counts them."""
-    if window.kind not in _RING:
-        return float(window.bytes)
-    return _RING[window.kind] * window.bytes * (window.group - 1) / window.group
+    return window.bytes * wire_factor(window.kind, window.group)
 
 
 @dataclass(frozen=True)

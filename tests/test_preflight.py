@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from jzero.cli import main
 from jzero.devices import DEVICES
-from jzero.figures import block_schedule
 from jzero.preflight import Unsupported
+from jzero.schedule_plot import block_schedule
 from jzero.targets import has_pjrt, target_mesh
 
 compiles = [

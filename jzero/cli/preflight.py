@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from jzero.cli.options import called, mesh_axes, parsed, raised, speed
-from jzero.figures import block_schedule
 from jzero.preflight import preflight
 from jzero.preflight_tables import WIDTH
+from jzero.schedule_plot import block_schedule
 from jzero.step import TrainStep
 from jzero.targets import GPUS, target_mesh
 
