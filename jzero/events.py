@@ -105,11 +105,13 @@ class Loop:
         number: As in `Window.loop`.
         passes: How often; 1 where XLA does not know.
         events: Of one pass.
+        known: Whether XLA knows how often.
     """
 
     number: tuple[int, ...]
     passes: int
     events: "Events"
+    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
                 entered[loop] = entered.get(loop, 0) + 1
                 number, times = (*loop, entered[loop]), line.trip_count or 1
                 body = (event for called in line.called for event in inside(called, number, passes * times))
-                yield Loop(number, times, tuple(body))
+                yield Loop(number, times, tuple(body), line.trip_count is not None)
             elif matmul := kernels.of(name, line):
                 yield matmul
             elif line.opcode == "conditional":
@@ -198,7 +200,7 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
     def window(name: str, line: hlo.Instruction, outer: str, after: list[hlo.Instruction], loop, passes) -> Window:
         axes, group = hlo.participants(line.collective, program.groups(line), by_groups)
         names = line.op_names or after[0].op_names
-        pieces = _pieces(program.exchanged(name, line), names, layout)
+        pieces = _pieces(program.exchanged(name, line), names, layout, line.collective)
         runs = after[0].opcode.endswith("-start") and not (after[0].is_sync or line.is_sync)
         count, where = under(outer, after) if runs else 0, names[0] if names else ""
         return Window(line.collective, pieces, axes, runs, count, loop, passes, group, where)
@@ -224,7 +226,9 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
     return tuple(inside(program.entry, (), 1))
 
 
-def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout: Layout | None) -> tuple[Piece, ...]:
+def _pieces(
+    arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout: Layout | None, kind: str
+) -> tuple[Piece, ...]:
     found = [scopes.read(name) or ("", "") for name in names]
     if len(found) == len(arrays):
         return tuple(Piece(*array, *scope) for array, scope in zip(arrays, found, strict=True))
@@ -232,16 +236,22 @@ def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout:
     purpose = own[0][0] if own and len({purpose for purpose, _ in own}) == 1 else ""
     if len(arrays) == 1 and own:
         return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own if leaf)),)
-    return tuple(Piece(*array, purpose, _by_shape(array[1], layout)) for array in arrays)
+    summed = kind == "all-reduce"
+    return tuple(Piece(*array, purpose, _by_shape(array[1], layout, shards=summed)) for array in arrays)
 
 
-def _by_shape(shape: tuple[int, ...], layout: Layout | None) -> str:
-    """The leaves that have this shape, whole or without a first dim that a loop takes apart."""
+def _by_shape(shape: tuple[int, ...], layout: Layout | None, *, shards: bool) -> str:
+    """The leaves that have this shape, whole or without a first dim that a loop takes apart; or shards that do."""
     if layout is None or not shape:
         return ""
 
-    def of_device(leaf: Leaf) -> tuple[int, ...]:
+    def of_device(leaf: Leaf, *, cut: bool) -> tuple[int, ...]:
         model = leaf.model or ((),) * len(leaf.stored)
-        return tuple(size // layout.size(axes) for size, axes in zip(leaf.stored, model, strict=True))
+        over = [layout.size(axes) * (layout.shards if cut and dim == leaf.dim else 1) for dim, axes in enumerate(model)]
+        return tuple(size // parts for size, parts in zip(leaf.stored, over, strict=True))
 
-    return " or ".join(leaf.path for leaf in layout.leaves if shape in (of_device(leaf), of_device(leaf)[1:]))
+    def alike(*, cut: bool) -> str:
+        found = [(leaf.path, of_device(leaf, cut=cut)) for leaf in layout.leaves]
+        return " or ".join(path for path, own in found if shape in (own, own[1:]))
+
+    return alike(cut=False) or (alike(cut=True) if shards else "")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from jzero import hlo
 from jzero.buffers import DUMP, Buffer, temporaries
 from jzero.check import check_batch
 from jzero.devices import DEVICES, Device
-from jzero.events import Events, Window, read, windows_of
+from jzero.events import Branches, Events, Loop, Window, read, windows_of
 from jzero.flops import convolutions
 from jzero.held import Argument, arguments
 from jzero.layout import Layout
 from jzero.links import Link, link_of
 from jzero.preflight_tables import tables, text
-from jzero.program import collectives_by_origin
-from jzero.promise import Broken, Moved, broken_in, compare
+from jzero.program import collectives_by_origin, wire_factor
+from jzero.promise import LEAVES, Broken, Moved, broken_in, compare
 from jzero.rules import Leaf
 from jzero.stage import STAGES, Placement, Stage
 from jzero.state import TrainState, check_state
@@ -84,6 +84,28 @@ class Sent:
     wire_bytes: float
     seconds: float
     waits: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one kind of collective makes each device send in a step, in bytes.
+
+    Attributes:
+        what: As in `Moved`; "other" for what has no name of jzero's in the compiled program: what the partitioner put
+            in (norms, what model shards exchange), what the loss runs by itself, and what XLA has taken the name from.
+        kind: As in `Window`.
+        axes: The mesh axes.
+        theory: By the stage table and the params (`jzero.traffic`).
+        program: In the lowered program, as jzero and the loss wrote it down.
+        compiled: In the compiled program.
+    """
+
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    theory: float
+    program: float
+    compiled: float
 
 
 @dataclass(frozen=True)
@@ -174,6 +196,22 @@ class Preflight:
         """Bytes that each device sends in a step, by the compiled program."""
         return sum(one.wire_bytes * one.window.passes for one in self.sent)
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What each device sends: by theory, as it was written down, and as XLA compiled it."""
+        sums: dict[tuple[str, str, tuple[str, ...]], list[float]] = {}
+        for one in self.moved:
+            line = sums.setdefault((one.what, one.kind, one.axes), [0.0, 0.0, 0.0])
+            line[0] += one.promised_wire_bytes
+            line[1] += one.wire_bytes
+        for one in self.sent:
+            for piece in one.window.pieces:
+                what = LEAVES.get(piece.purpose, piece.purpose) or "other"
+                what = "sums" if piece.purpose == "reduce" and not piece.leaf else what
+                line = sums.setdefault((what, one.window.kind, one.window.axes), [0.0, 0.0, 0.0])
+                line[2] += one.window.passes * piece.bytes * wire_factor(one.window.kind, one.window.group)
+        return tuple(Line(*key, *sizes) for key, sizes in sums.items())
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it; sizes in bytes, times in seconds."""
         plain = dataclasses.asdict
@@ -199,6 +237,7 @@ class Preflight:
                 plain(one) | {"wire_bytes": one.wire_bytes, "promised_wire_bytes": one.promised_wire_bytes}
                 for one in self.moved
             ],
+            "lines": [plain(one) for one in self.lines],
             "bound": plain(self.bound) | {"links": dict(self.bound.links), "mfu": self.bound.mfu},
             "bound_is": "a model of the schedule at stated speeds, not a measurement",
             "broken": [plain(one) for one in self.broken],
@@ -280,6 +319,7 @@ def preflight(
         collectives_by_origin(lowered, there),
         microbatches=step.microbatches,
     )
+    wrong = broken_in(moved)
     ins = arguments(layout, step.tx, state, batch, compiled)
     lost = _not_donated(ins, hlo.donated(compiled.as_text() or ""))
     memory = _memory(compiled, device)
@@ -297,11 +337,27 @@ def preflight(
         sent=_sent(events, over, timeline),
         moved=moved,
         bound=_bound(events, timeline, device),
-        broken=(*broken_in(moved), *_of_memory(memory), *_of_donation(lost)),
-        notes=tuple(_notes(memory, program, found, device, over.values())),
+        broken=(*(one for one in wrong if one.subject != "loss"), *_of_memory(memory), *_of_donation(lost)),
+        notes=(
+            *(one.message for one in wrong if one.subject == "loss"),
+            *_notes(memory, program, found, device, over.values(), events),
+        ),
         events=events,
         timeline=timeline,
     )
+
+
+def _unknown(events: Events) -> Iterator[Loop]:
+    """Loops that do something, of which XLA does not know how often they run."""
+    for event in events:
+        match event:
+            case Loop(events=inner, known=known):
+                if inner and not known:
+                    yield event
+                yield from _unknown(inner)
+            case Branches(events=lists):
+                for inner in lists:
+                    yield from _unknown(inner)
 
 
 def _mesh_of(step: TrainStep, target: str, count: int, axes: Mapping[str, int] | None) -> Mesh:
@@ -443,8 +499,18 @@ def _of_donation(lost: Sequence[Argument]) -> Iterator[Broken]:
 
 
 def _notes(
-    memory: Memory, program: hlo.Program, found: tuple[Buffer, ...] | None, device: Device, links: Any
+    memory: Memory,
+    program: hlo.Program,
+    found: tuple[Buffer, ...] | None,
+    device: Device,
+    links: Iterable[Link],
+    events: Events,
 ) -> Iterator[str]:
+    if unknown := list(_unknown(events)):
+        yield (
+            f"XLA does not know how often {len(unknown)} loops run that multiply or communicate: what is in them is "
+            f"counted for one pass, and the bound is lower than it need be."
+        )
     if memory.fits and memory.peak > JAX_SHARE * memory.limit:
         yield (
             f"JAX takes {JAX_SHARE:.0%} of a GPU's memory unless told otherwise, and this needs "

@@ -16,7 +16,7 @@ from jzero.buffers import tidy
 if TYPE_CHECKING:
     from jzero.buffers import Buffer
     from jzero.events import Window
-    from jzero.preflight import Preflight, Sent
+    from jzero.preflight import Line, Preflight, Sent
 
 WIDTH = 120
 """Columns of text."""
@@ -181,35 +181,51 @@ def _collectives(rows: Sequence[Sent]) -> Table:
 
 
 def _wire(report: Preflight) -> Table:
-    numbers = ("theory", "program")
+    numbers = ("theory", "written", "compiled")
     table = _table(
-        "Sent by each device, against theory", "what", "collective", "over", *numbers, right=numbers, folds="what"
+        "Sent by each device: by theory, as written down, and as XLA compiled it",
+        *("what", "collective", "over", *numbers),
+        right=numbers,
+        folds="what",
     )
-    sums: dict[tuple[str, str, tuple[str, ...]], list[float]] = {}
-    for one in report.moved:
-        line = sums.setdefault((one.what, one.kind, one.axes), [0.0, 0.0])
-        line[0] += one.promised_wire_bytes
-        line[1] += one.wire_bytes
-    for (what, kind, axes), (promised, found) in sums.items():
-        _row(table, what, kind, ", ".join(axes) or "?", size(promised), size(found))
+    for one in report.lines:
+        sizes = [size(x) if x else "-" for x in (one.theory, one.program, one.compiled)]
+        _row(table, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
     table.add_section()
-    promised, found = (sum(line[n] for line in sums.values()) for n in (0, 1))
-    _row(table, "as written down", "", "", size(promised), size(found), style="bold")
-    _row(table, "as XLA compiled it, norms and model axes included", "", "", "", size(report.wire_bytes))
+    sums = [sum(getattr(one, name) for one in report.lines) for name in ("theory", "program", "compiled")]
+    _row(table, "all", "", "", *map(size, sums), style="bold")
     return table
 
 
 def _reasons(report: Preflight) -> list[Text]:
+    """Why the columns differ."""
     found: dict[str, list[str]] = {}
     for one in report.moved:
         if one.reason and one.promised != one.bytes:
             found.setdefault(f"{one.what}: {one.reason}", []).append(one.leaf)
-    lines = []
+    reasons = []
     for reason, paths in found.items():
         named = [path for path in paths if path]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-        lines.append(Text(f"- {reason}" + (f" ({', '.join(named[:3])}{more})" if named else "")))
-    return [Text("Why they differ:"), *lines] if lines else []
+        reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
+    unnamed = {(one.kind, one.axes) for one in report.lines if one.what == "other"}
+    for one in report.lines:
+        if one.what == "other":
+            names = {leaves(sent.window) for sent in report.sent if _is(sent, one)}
+            names = sorted(names)[:3] + ["..."] * (len(names) > 3)
+            reasons.append(f"other {one.kind}: it has no name of jzero's in the compiled program: {', '.join(names)}")
+        elif one.compiled < one.program:
+            lost = (one.kind, one.axes) in unnamed
+            why = "XLA has lost its name, see other" if lost else "XLA runs less than was written down"
+            reasons.append(f"{one.what}, {one.kind}: {why}")
+        elif one.compiled > one.program:
+            reasons.append(f"{one.what}, {one.kind}: XLA moves more than was written down, perhaps in a wider dtype")
+    return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
+
+
+def _is(sent: Sent, line: Line) -> bool:
+    window = sent.window
+    return (window.kind, window.axes) == (line.kind, line.axes) and any(not piece.purpose for piece in window.pieces)
 
 
 def _bound(report: Preflight) -> list[Text]:
