@@ -16,7 +16,7 @@ from jzero.buffers import tidy
 if TYPE_CHECKING:
     from jzero.buffers import Buffer
     from jzero.events import Window
-    from jzero.preflight import Line, Preflight, Sent
+    from jzero.preflight_report import Line, Preflight, Sent
 
 WIDTH = 120
 """Columns of text."""

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jzero.events import Window
-from jzero.preflight import Preflight
+from jzero.preflight_report import Preflight
 from jzero.preflight_tables import leaves, size
 from jzero.timeline import Span
 
