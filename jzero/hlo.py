@@ -185,20 +185,18 @@ def _frames(text: str) -> dict[int, tuple[str, str, int, int]]:
             rows[int(match[1])] = match[2]
         elif line:
             break
-    files, functions, places, frames = (
-        {number: row.strip('"') if '"' in row[:1] else _numbers(row) for number, row in tables[name].items()}
-        for name in _TABLES
-    )
-    found = {}
-    for number, frame in frames.items():
-        place = places[frame["file_location_id"]]
-        function, file = functions[place["function_name_id"]], files[place["file_name_id"]]
-        caller = frame.get("parent_frame_id", 0)
-        found[number] = function, file, place["line"], caller
-    return found
+    files, functions = ({n: row.strip('"') for n, row in tables[name].items()} for name in _TABLES[:2])
+    places, frames = ({n: _numbers(row) for n, row in tables[name].items()} for name in _TABLES[2:])
+
+    def frame(row: dict[str, int]) -> tuple[str, str, int, int]:
+        place = places[row["file_location_id"]]
+        names = functions[place["function_name_id"]], files[place["file_name_id"]]
+        return *names, place["line"], row.get("parent_frame_id", 0)
+
+    return {number: frame(row) for number, row in frames.items()}
 
 
-def _numbers(row: str) -> Any:
+def _numbers(row: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}
 
 

@@ -70,6 +70,7 @@ def shares(found: Iterable[Window]) -> tuple[Share, ...]:
     """Adds windows up: for each kind and purpose the bytes in loop bodies, or where none are, in the whole program.
 
     Example:
+        >>> from jzero.events import Piece
         >>> piece = Piece("bfloat16", (2048, 8192), "forward", "blocks/up")
         >>> shares([Window("all-gather", (piece,), ("data",), True, matmuls=2, loop=(1,), passes=8)])[0].share
         1.0

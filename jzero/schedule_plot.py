@@ -37,7 +37,7 @@ def block_schedule(report: Preflight) -> Figure:
         if one.window.loop in report.timeline.spans:
             sent[one.window.loop] = sent.get(one.window.loop, 0.0) + one.wire_bytes * one.window.passes
     loops = sorted(sorted((loop for loop in sent if loop), key=lambda loop: -sent[loop])[:3]) or [()]
-    figure = Figure(figsize=(9, 1.1 + 2.4 * len(loops)), layout="constrained")
+    figure = Figure(figsize=(10, 1.1 + 2.4 * len(loops)), layout="constrained")
     passes = {one.window.loop: one.window.passes for one in report.sent}
     for axes, loop in zip(figure.subplots(len(loops), squeeze=False)[:, 0], loops, strict=True):
         _schedule(axes, report.timeline.spans[loop])
@@ -79,13 +79,16 @@ def _schedule(axes: Axes, spans: list[Span]) -> None:
         if span.wait:
             wait = scale * span.wait
             axes.barh(0, wait, 0.6, at + length - wait, color="white", edgecolor="#c0392b", hatch="....", linewidth=0.8)
-    for span in spans:
-        if isinstance(span.what, Window):
-            name = f"{leaves(span.what, 1)}, {size(span.what.bytes)}"
-            at = scale * (span.begin - begin), -lanes.index(span.lane) - 0.34
-            axes.annotate(name, at, rotation=-20, ha="left", va="top", fontsize=6, rotation_mode="anchor")
+    sent = sorted((span for span in spans if isinstance(span.what, Window)), key=lambda span: span.begin)
+    lines = []
+    for number, span in enumerate(sent, 1):
+        assert isinstance(span.what, Window)
+        at = scale * ((span.begin + span.end) / 2 - begin), -lanes.index(span.lane) - 0.42 - 0.12 * (number % 2)
+        axes.annotate(str(number), at, ha="center", va="center", fontsize=6)
+        lines.append(f"{number}  {leaves(span.what, 1)}, {size(span.what.bytes)}")
+    axes.text(1.01, 1.0, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=6)
     axes.set_yticks([-n for n in range(len(lanes))], lanes)
-    axes.set_ylim(-len(lanes) + 0.1, 0.5)
+    axes.set_ylim(-len(lanes) + 0.35, 0.5)
     axes.set_xlabel("microseconds" if scale == 1e6 else "milliseconds")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

@@ -50,6 +50,7 @@ def loss_fn(params, batch, **_):
         up, down = weights
         return x + jax.nn.relu(x @ up) @ down, None
 
+    batch = batch.astype(params["table"].dtype)
     x, _ = lax.scan(jax.checkpoint(block), batch @ params["table"], (params["up"], params["down"]))
     return jnp.mean((x + params["bias"]) ** 2)
 
@@ -314,7 +315,7 @@ def test_bad_input(folder, capsys, options, message):
 def test_wrong_arguments(monkeypatch):
     step, state, batch = made(mesh := jzero.make_mesh(data=8))
     with pytest.raises(TypeError, match=r"step is a function; wanted what jzero.train_step returns"):
-        jzero.preflight(loss_fn, state, batch)
+        jzero.preflight(loss_fn, state, batch)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="target 'tpux8'; wanted a GPU"):
         jzero.preflight(step, state, batch, target="tpux8")
     with pytest.raises(

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.mesh import abstract_mesh
 
 PARAMS = {"up": jnp.ones((16, 24)), "down": jnp.ones((24, 16)), "scale": jnp.ones(16)}
 RULES = [("up", P(None, "model")), ("down", P("model"))]
@@ -85,4 +86,4 @@ def test_a_mesh_without_the_axes_says_so():
     with pytest.raises(ValueError, match="names 'model', but the mesh has axes"):
         layout.on(mesh_of(data=4))
     with pytest.raises(ValueError, match="dim 0 of size 24 does not divide by 5"):
-        layout.on(jzero.mesh.abstract_mesh(data=1, model=5))
+        layout.on(abstract_mesh(data=1, model=5))

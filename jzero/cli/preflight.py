@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.function} returned ({names}); wanted (step, state, batch): a step from jzero.train_step, and "
             f"the shapes of its state and of its global batch."
         )
-    links = options.link if isinstance(options.link, dict) else dict.fromkeys(mesh.axis_names, options.link)
+    links: Any = options.link if isinstance(options.link, dict) else dict.fromkeys(mesh.axis_names, options.link)
     try:
         report = preflight(*found, target=options.target, mesh=options.mesh, links=links)
     except (ValueError, TypeError, RuntimeError):
