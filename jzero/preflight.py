@@ -289,8 +289,8 @@ def _notes(
 ) -> Iterator[str]:
     if unknown := list(_unknown(events)):
         yield (
-            f"XLA does not know how often {len(unknown)} loops run that multiply or communicate: what is in them is "
-            f"counted for one pass, and the bound is lower than it need be."
+            f"XLA does not know the passes of some loops that multiply or communicate ({len(unknown)}): what is in "
+            f"them is counted for one pass, and the bound is lower than it need be."
         )
     if memory.fits and memory.peak > JAX_SHARE * memory.limit:
         yield (

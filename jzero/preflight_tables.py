@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 """Columns of text."""
+UNNAMED = "without a name"
 LARGEST = 8
 """Buffers of each kind that are listed."""
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -91,7 +92,7 @@ def time(seconds: float) -> str:
 def leaves(window: Window, count: int = 2) -> str:
     """Which leaves a collective is for, the first few; of what is no leaf's, where it stands in the program."""
     if not window.purpose and not any(piece.leaf for piece in window.pieces):
-        return tidy(window.where) or "without a name"
+        return tidy(window.where) or UNNAMED
     named = list(dict.fromkeys(piece.leaf or "x".join(map(str, piece.shape)) or "scalar" for piece in window.pieces))
     return ", ".join(named[:count]) + (f" + {len(named) - count} more" if len(named) > count else "")
 
@@ -183,7 +184,7 @@ def _collectives(rows: Sequence[Sent]) -> Table:
 def _wire(report: Preflight) -> Table:
     numbers = ("theory", "written", "compiled")
     table = _table(
-        "Sent by each device: by theory, as written down, and as XLA compiled it",
+        "Sent by each device",
         *("what", "collective", "over", *numbers),
         right=numbers,
         folds="what",
@@ -208,24 +209,35 @@ def _reasons(report: Preflight) -> list[Text]:
         named = [path for path in paths if path]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
-    unnamed = {(one.kind, one.axes) for one in report.lines if one.what == "other"}
-    for one in report.lines:
-        if one.what == "other":
-            names = {leaves(sent.window) for sent in report.sent if _is(sent, one)}
-            names = sorted(names)[:3] + ["..."] * (len(names) > 3)
-            reasons.append(f"other {one.kind}: it has no name of jzero's in the compiled program: {', '.join(names)}")
-        elif one.compiled < one.program:
-            lost = (one.kind, one.axes) in unnamed
-            why = "XLA has lost its name, see other" if lost else "XLA runs less than was written down"
-            reasons.append(f"{one.what}, {one.kind}: {why}")
-        elif one.compiled > one.program:
-            reasons.append(f"{one.what}, {one.kind}: XLA moves more than was written down, perhaps in a wider dtype")
+    reasons += [found for group in _groups(report.lines) if (found := _of_xla(report, group))]
     return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
 
 
-def _is(sent: Sent, line: Line) -> bool:
-    window = sent.window
-    return (window.kind, window.axes) == (line.kind, line.axes) and any(not piece.purpose for piece in window.pieces)
+def _groups(lines: Sequence[Line]) -> list[list[Line]]:
+    """Lines by kind of collective and axes, which XLA joins with one another."""
+    keys = dict.fromkeys((one.kind, one.axes) for one in lines)
+    return [[one for one in lines if (one.kind, one.axes) == key] for key in keys]
+
+
+def _of_xla(report: Preflight, group: Sequence[Line]) -> str:
+    """Why what XLA compiled is not what was written down; empty where it is."""
+    if all(one.compiled == one.program for one in group):
+        return ""
+    kind, axes = group[0].kind, group[0].axes
+    more = sum(one.compiled for one in group) - sum(one.program for one in group)
+    which = f"{kind} over {', '.join(axes) or '?'}, compiled"
+    unnamed = {
+        leaves(one.window)
+        for one in report.sent
+        if (one.window.kind, one.window.axes) == (kind, axes) and any(not piece.purpose for piece in one.window.pieces)
+    } - {UNNAMED}
+    names = sorted(unnamed)[:3] + ["..."] * (len(unnamed) > 3)
+    of = f": {', '.join(names)}" if names else ""
+    if more > 0.5:
+        return f"{which}: {size(more)} more than written, by the partitioner (norms, whole leaves, model shards){of}"
+    if more < -0.5:
+        return f"{which}: {size(-more)} less than written: XLA has removed what it need not run, or narrowed it"
+    return f"{which}: as much as written, but XLA has joined several under one name, or lost their names{of}"
 
 
 def _bound(report: Preflight) -> list[Text]:
