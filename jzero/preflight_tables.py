@@ -209,17 +209,17 @@ def _reasons(report: Preflight) -> list[Text]:
         named = [path for path in paths if path]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
-    reasons += [found for group in _groups(report.lines) if (found := _of_xla(report, group))]
+    reasons += [found for group in groups(report.lines) if (found := of_xla(report, group))]
     return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
 
 
-def _groups(lines: Sequence[Line]) -> list[list[Line]]:
+def groups(lines: Sequence[Line]) -> list[list[Line]]:
     """Lines by kind of collective and axes, which XLA joins with one another."""
     keys = dict.fromkeys((one.kind, one.axes) for one in lines)
     return [[one for one in lines if (one.kind, one.axes) == key] for key in keys]
 
 
-def _of_xla(report: Preflight, group: Sequence[Line]) -> str:
+def of_xla(report: Preflight, group: Sequence[Line]) -> str:
     """Why what XLA compiled is not what was written down; empty where it is."""
     if all(one.compiled == one.program for one in group):
         return ""

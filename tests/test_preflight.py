@@ -8,6 +8,8 @@ import json
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,10 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from jzero.cli import main
 from jzero.devices import DEVICES
+from jzero.events import Piece, Window
 from jzero.preflight import Unsupported
+from jzero.preflight_report import Line
+from jzero.preflight_tables import groups, of_xla
 from jzero.schedule_plot import block_schedule
 from jzero.targets import has_pjrt, target_mesh
 
@@ -236,7 +241,35 @@ def test_other_gpus(target):
     assert found.fits and found.device is DEVICES[target[:-2]]
 
 
-# What needs no compiler for GPUs: bad input.
+# What needs no compiler for GPUs.
+
+
+def lines(*written_and_compiled):
+    return [Line(what, "all-reduce", ("data",), 0.0, *sizes) for what, *sizes in written_and_compiled]
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (lines(("reduce", 100.0, 100.0), ("sums", 7.0, 7.0)), ""),
+        (lines(("reduce", 100.0, 107.0), ("sums", 7.0, 0.0)), "as much as written, but XLA has joined several"),
+        (lines(("reduce", 100.0, 0.0), ("other", 0.0, 100.0)), "as much as written, but XLA has joined several"),
+        (lines(("reduce", 100.0, 100.0), ("other", 0.0, 4.0)), "4 B more than written, by the partitioner"),
+        (lines(("reduce", 100.0, 60.0), ("sums", 7.0, 7.0)), "40 B less than written: XLA has removed"),
+    ],
+)
+def test_why_xla_sends_other_bytes(found, reason):
+    norm = Window("all-reduce", (Piece("float32", (), "", ""),), ("data",), True, 0, group=8, where="jzero.norm/sum")
+    sent: Any = SimpleNamespace(sent=[SimpleNamespace(window=norm)])
+    said = of_xla(sent, found)
+    assert reason in said and bool(said) == bool(reason)
+    assert not said or "less" in said or said.endswith(": jzero.norm/sum")
+
+
+def test_lines_are_told_apart_by_kind_and_axes():
+    found = [*lines(("reduce", 1.0, 1.0), ("sums", 1.0, 1.0)), Line("reduce", "all-reduce", ("replica",), 0, 0, 0)]
+    assert groups(found) == [found[:2], found[2:]]
+
 
 MODEL = """
 import jax, jax.numpy as jnp, optax, jzero
