@@ -25,8 +25,8 @@ class Piece:
     Attributes:
         dtype: numpy's name of the dtype on the wire.
         shape: Of the whole array: the gathered result, or else the operand.
-        purpose: What jzero does it for: "forward", "backward" or "update" (gathers), "scatter" or "reduce" (gradients);
-            empty for what is not jzero's own.
+        purpose: What jzero does it for: "forward", "backward" or "update" (gathers), "scatter" or "reduce" (gradients),
+            or another of `scopes.Purpose`; empty for what is not jzero's own.
         leaf: Path of the leaf, or "a + b" where one array holds several; "a or b" where only the shape tells; empty if
             that tells nothing either.
     """
@@ -233,7 +233,8 @@ def _pieces(
     if len(found) == len(arrays):
         return tuple(Piece(*array, *scope) for array, scope in zip(arrays, found, strict=True))
     own = [scope for scope in found if scope != ("", "")]
-    purpose = own[0][0] if own and len({purpose for purpose, _ in own}) == 1 else ""
+    purposes = {purpose for purpose, _ in own} - {"sum"} or {purpose for purpose, _ in own}  # the loss goes along
+    purpose = purposes.pop() if len(purposes) == 1 else ""
     if len(arrays) == 1 and own:
         return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own if leaf)),)
     summed = kind == "all-reduce"

@@ -188,7 +188,6 @@ class Preflight:
         for one in self.sent:
             for piece in one.window.pieces:
                 what = LEAVES.get(piece.purpose, piece.purpose) or "other"
-                what = "sums" if piece.purpose == "reduce" and not piece.leaf else what
                 line = sums.setdefault((what, one.window.kind, one.window.axes), [0.0, 0.0, 0.0])
                 line[2] += one.window.passes * piece.bytes * wire_factor(one.window.kind, one.window.group)
         return tuple(Line(*key, *sizes) for key, sizes in sums.items())

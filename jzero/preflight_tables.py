@@ -93,7 +93,8 @@ def leaves(window: Window, count: int = 2) -> str:
     """Which leaves a collective is for, the first few; of what is no leaf's, where it stands in the program."""
     if not window.purpose and not any(piece.leaf for piece in window.pieces):
         return tidy(window.where) or UNNAMED
-    named = list(dict.fromkeys(piece.leaf or "x".join(map(str, piece.shape)) or "scalar" for piece in window.pieces))
+    found = [piece.leaf or "x".join(map(str, piece.shape)) or "scalar" for piece in window.pieces]
+    named = list(dict.fromkeys(path for paths in found for path in paths.split(" + ")))
     return ", ".join(named[:count]) + (f" + {len(named) - count} more" if len(named) > count else "")
 
 

@@ -251,11 +251,11 @@ def lines(*written_and_compiled):
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (lines(("reduce", 100.0, 100.0), ("sums", 7.0, 7.0)), ""),
-        (lines(("reduce", 100.0, 107.0), ("sums", 7.0, 0.0)), "as much as written, but XLA has joined several"),
+        (lines(("reduce", 100.0, 100.0), ("sum", 7.0, 7.0)), ""),
+        (lines(("reduce", 100.0, 107.0), ("sum", 7.0, 0.0)), "as much as written, but XLA has joined several"),
         (lines(("reduce", 100.0, 0.0), ("other", 0.0, 100.0)), "as much as written, but XLA has joined several"),
         (lines(("reduce", 100.0, 100.0), ("other", 0.0, 4.0)), "4 B more than written, by the partitioner"),
-        (lines(("reduce", 100.0, 60.0), ("sums", 7.0, 7.0)), "40 B less than written: XLA has removed"),
+        (lines(("reduce", 100.0, 60.0), ("sum", 7.0, 7.0)), "40 B less than written: XLA has removed"),
     ],
 )
 def test_why_xla_sends_other_bytes(found, reason):
@@ -267,7 +267,7 @@ def test_why_xla_sends_other_bytes(found, reason):
 
 
 def test_lines_are_told_apart_by_kind_and_axes():
-    found = [*lines(("reduce", 1.0, 1.0), ("sums", 1.0, 1.0)), Line("reduce", "all-reduce", ("replica",), 0, 0, 0)]
+    found = [*lines(("reduce", 1.0, 1.0), ("sum", 1.0, 1.0)), Line("reduce", "all-reduce", ("replica",), 0, 0, 0)]
     assert groups(found) == [found[:2], found[2:]]
 
 
