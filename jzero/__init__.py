@@ -13,6 +13,7 @@ from jzero.mesh import make_mesh
 from jzero.options import compiler_options
 from jzero.partition import combine, partition
 from jzero.precision import Precision
+from jzero.preflight import preflight
 from jzero.stage import STAGES, Stage
 from jzero.state import TrainState, init, master_params
 from jzero.step import TrainStep, train_step
@@ -44,6 +45,7 @@ __all__ = [
     "master_params",
     "memory",
     "partition",
+    "preflight",
     "program",
     "train_step",
     "value_and_grad",

@@ -30,6 +30,7 @@ COLLECTIVES = (
 
 _COMPUTATION = re.compile(r"(ENTRY )?(%[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?(%[\w.-]+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _CALLED = (
     r"(?:condition|body|calls|to_apply|called_computations|branch_computations|true_computation|false_computation)"
 )
@@ -91,11 +92,31 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Computations by name, the name of the one that runs first, and the number of devices that run it."""
+    """A program as its text has it.
+
+    Attributes:
+        computations: Their instructions, by name.
+        entry: Name of the one that runs first.
+        n_devices: How many devices run it.
+        frames: Where instructions come from: by id, function, file, line and the id of the caller.
+    """
 
     computations: dict[str, list[Instruction]]
     entry: str
     n_devices: int
+    frames: dict[int, tuple[str, str, int, int]] = dataclasses.field(default_factory=dict)
+
+    def source(self, instruction: Instruction, libraries: tuple[str, ...] = ()) -> str:
+        """The innermost line outside of some folders that an instruction comes from: "block (model.py:31)", or ""."""
+        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        at, seen = int(match[1]) if match else 0, set()
+        while at in self.frames and at not in seen:
+            function, file, line, caller = self.frames[at]
+            if not file.startswith(libraries):
+                return f"{function.split('.')[-1]} ({file.rsplit('/', 1)[-1]}:{line})"
+            seen.add(at)
+            at = caller
+        return ""
 
     def groups(self, instruction: Instruction) -> Groups:
         """The devices that a collective runs over; of a permute, its (source, target) pairs."""
@@ -150,7 +171,33 @@ def parse(text: str) -> Program:
                 Instruction(name, opcode, arrays, tuple(re.findall(r"%[\w.-]+", operands)), attributes)
             )
     devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, int(devices[1]) if devices else 1)
+    return Program(computations, entry, int(devices[1]) if devices else 1, _frames(text))
+
+
+def _frames(text: str) -> dict[int, tuple[str, str, int, int]]:
+    """The tables of files, functions, lines and callers in front of the computations."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    rows: dict[int, str] = {}
+    for line in text.splitlines()[1:]:
+        if line in tables:
+            rows = tables[line]
+        elif match := re.match(r"(\d+) (.*)$", line):
+            rows[int(match[1])] = match[2]
+        elif line:
+            break
+    files, functions = ({n: row.strip('"') for n, row in tables[name].items()} for name in _TABLES[:2])
+    places, frames = ({n: _numbers(row) for n, row in tables[name].items()} for name in _TABLES[2:])
+
+    def frame(row: dict[str, int]) -> tuple[str, str, int, int]:
+        place = places[row["file_location_id"]]
+        names = functions[place["function_name_id"]], files[place["file_name_id"]]
+        return *names, place["line"], row.get("parent_frame_id", 0)
+
+    return {number: frame(row) for number, row in frames.items()}
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
 def mesh_groups(ids: np.ndarray, sizes: dict[str, int], axes: Iterable[tuple[str, int, int]]) -> Groups:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 
 def inner_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
@@ -16,11 +16,12 @@ def inner_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation as it stands, under the context that it was traced in."""
+    """Evaluates one equation as it stands, under the context, the names and the line that it was traced in."""
     params = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = params if isinstance(params, tuple) else ((), params)
     scope = str(eqn.source_info.name_stack)  # keeps the user's names in profiles
-    with eqn.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
+    named = jax.named_scope(scope) if scope else contextlib.nullcontext()
+    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback), named:
         out = eqn.primitive.bind(*subfuns, *ins, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -71,7 +72,7 @@ def source_of(eqn: Any) -> str:
     """The user's function, file and line that an equation comes from, as in "block (model.py:31)"."""
     traceback = eqn.source_info.traceback if eqn is not None else None
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_LIBRARIES):
+        if not frame.file_name.startswith(LIBRARIES):
             return f"{frame.function_name.split('.')[-1]} ({frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num})"
     return "unknown"
 
@@ -81,5 +82,5 @@ def _folder(name: str) -> str | None:
     return None if spec is None or spec.origin is None else spec.origin.rsplit("/", 1)[0] + "/"
 
 
-_LIBRARIES = tuple(filter(None, map(_folder, ("jax", "jaxlib", "flax", "optax", "equinox", "jzero"))))
+LIBRARIES = tuple(filter(None, map(_folder, ("jax", "jaxlib", "flax", "optax", "equinox", "jzero"))))
 """Folders of what stands between a user's line and a primitive."""

@@ -3,14 +3,14 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
@@ -37,6 +37,7 @@ class Layout:
         leaves: One `Leaf` for each of the params, in tree order.
         ahead: Whether scanned blocks are gathered one ahead and reduced one behind.
         precision: In which dtypes all is stored, used, reduced and updated.
+        remade: The call of `zero` that it came from, without arrays: `remade(mesh=mesh)` makes it on another mesh.
     """
 
     mesh: Mesh
@@ -48,6 +49,25 @@ class Layout:
     leaves: tuple[Leaf, ...]
     ahead: bool = False
     precision: Precision = AS_IT_IS
+    remade: Callable[..., "Layout"] = field(kw_only=True, compare=False, repr=False)
+
+    def on(self, mesh: Mesh | AbstractMesh) -> "Layout":
+        """The same choices for the same params on another mesh: what `zero` returns for it.
+
+        Leaves are cut for that mesh, and what `zero` was left to choose (`ahead=None`) is chosen for its devices.
+
+        Args:
+            mesh: A mesh that has the axes which the choices name.
+
+        Raises:
+            ValueError: As `zero`, for an axis that is missing or a rule that does not divide.
+
+        Example:
+            >>> layout = jzero.zero({"w": jnp.ones((64, 100))}, stage=3, mesh=jzero.make_mesh(data=-1))
+            >>> layout.leaves[0].dim, layout.on(jzero.mesh.abstract_mesh(data=25)).leaves[0].dim
+            (0, 1)
+        """
+        return self.remade(mesh=mesh)
 
     def __repr__(self) -> str:
         """In one line; `explain` says all."""

@@ -17,7 +17,7 @@ from jzero.guard import Skipped
 from jzero.layout import Layout
 from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.mesh import platform_of
-from jzero.padding import pad, unpad
+from jzero.padding import is_concrete, pad, unpad
 from jzero.partition import combine, partition
 from jzero.rounding import cast
 from jzero.rules import Leaf
@@ -132,6 +132,8 @@ def init(
 ) -> TrainState:
     """Makes the first `TrainState`, born sharded: no device ever holds more of it than it keeps.
 
+    `jax.eval_shape(functools.partial(init, init_params, tx, layout), key)` gives its shapes, and makes nothing.
+
     `init_params(*args)` and `tx.init` are compiled as one program whose outputs have the layout's placements. Each
     device computes its own shards; at stages 0 to 2 the params are then gathered (M elements). An initialiser may need
     more: one that decomposes a matrix (orthogonal and its kind) builds it whole on every device. Beside its result a
@@ -213,9 +215,10 @@ def compile_init(init_params: Callable[..., Any], tx: optax.GradientTransformati
         )
         return jax.tree.map(_strong, state)
 
-    # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together.
-    on_cpu = platform_of(layout.mesh) == "cpu"
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
+    # XLA's default for CPUs runs as much at once as it can, all leaves' random bits together. Under another trace, as
+    # in `jax.eval_shape(init, ...)`, JAX takes no options, and nothing is run.
+    on_cpu, runs = platform_of(layout.mesh) == "cpu", is_concrete(jnp.zeros(()))
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu and runs else None
     return jax.jit(born, out_shardings=state_shardings(tx, layout), compiler_options=options)
 
 

@@ -40,6 +40,7 @@ class TrainStep:
             `notes` are for the host: which leaves of the model state were not the same on all batch shards, and whether
             the loss scale is at its end.
         wait: Whether each call waits until its loss is there.
+        options: Every argument of the `train_step` that made it, by name.
     """
 
     def __init__(
@@ -49,14 +50,12 @@ class TrainStep:
         check_state: Callable,
         check_batch: Callable,
         *,
-        layout: Layout,
-        tx: optax.GradientTransformation,
-        microbatches: int,
         guard: Guard,
         wait: bool,
+        options: Mapping[str, Any],
     ):
-        self.jitted, self.wait = jitted, wait
-        self.layout, self.tx, self.microbatches = layout, tx, microbatches
+        self.jitted, self.wait, self.options = jitted, wait, options
+        self.layout, self.tx, self.microbatches = (options[name] for name in ("layout", "tx", "microbatches"))
         self._trace = trace
         self._check_state, self._check_batch, self._guard = check_state, check_batch, guard
         self._returned = self._found = None
@@ -76,6 +75,17 @@ class TrainStep:
             before = self._found
         self._report(before, state)
         return state, metrics
+
+    def on(self, layout: Layout) -> "TrainStep":
+        """The same step for another layout of the same params, such as `step.layout.on(mesh)`.
+
+        Example:
+            >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+            >>> step = train_step(lambda params, x: (x * params["w"]).sum(), optax.sgd(0.1), layout, microbatches=2)
+            >>> step.on(layout.on(jzero.make_mesh(replica=2, data=4))).layout.shards
+            4
+        """
+        return train_step(**{**self.options, "layout": layout})
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments (arrays or ShapeDtypeStructs), to look at its program."""
@@ -174,6 +184,7 @@ def train_step(
         >>> float(metrics["loss"]), bool(metrics["clipped"]), int(state.step)
         (64.0, True, 1)
     """
+    asked = dict(locals())  # every option, for `TrainStep.on`
     is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")
@@ -284,9 +295,7 @@ def train_step(
         trace,
         check,
         functools.partial(check_batch, layout=layout, microbatches=microbatches),
-        layout=layout,
-        tx=tx,
-        microbatches=microbatches,
         guard=guard,
         wait=waits,
+        options=asked,
     )

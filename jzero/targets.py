@@ -4,10 +4,12 @@ XLA needs only a description of the GPU and jax's pjrt package, no driver and no
 compiled program is the one that such GPUs run: its collectives, its schedule and its memory are those of the real one.
 """
 
+import functools
 import importlib.util
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -31,7 +33,8 @@ class Gpu:
         clock: GHz.
         cache: Bytes of the level 2 cache.
         shared: Bytes of shared memory of each core; a block may have all but 1 KiB.
-        capability: CUDA's compute capability.
+        capability: CUDA's compute capability, as (9, 0).
+        threads: How many a core holds at a time.
     """
 
     name: str
@@ -42,7 +45,8 @@ class Gpu:
     clock: float
     cache: int
     shared: int
-    capability: int
+    capability: tuple[int, int]
+    threads: int = 2048
 
     def describe(self, memory: int) -> str:
         """XLA's GpuTargetConfigProto in text form, with so much memory. XLA refuses fields that it does not know."""
@@ -50,8 +54,8 @@ class Gpu:
             gpu_device_info {{
               device_memory_size: {memory} memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache}
               core_count: {self.cores} fpus_per_core: {self.lanes} clock_rate_ghz: {self.clock}
-              cuda_compute_capability {{ major: {self.capability} }}
-              threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+              cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
+              threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {self.threads}
               registers_per_block_limit: 65536 registers_per_core_limit: 65536
               shared_memory_per_core: {self.shared} shared_memory_per_block: {48 << 10}
               shared_memory_per_block_optin: {self.shared - 1024}
@@ -64,10 +68,13 @@ class Gpu:
 
 
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000, 108, 64, 1.41, 40 << 20, 164 << 10, 8),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000, 132, 128, 1.98, 50 << 20, 228 << 10, 9),
-    "h200": Gpu("NVIDIA H200 141GB", 151_397_597_184, 4_800_000_000_000, 132, 128, 1.98, 50 << 20, 228 << 10, 9),
-    "b200": Gpu("NVIDIA B200", 191_514_411_008, 7_672_320_000_000, 148, 128, 1.965, 132_644_864, 228 << 10, 10),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000, 108, 64, 1.41, 40 << 20, 164 << 10, (8, 0)),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000, 132, 128, 1.98, 50 << 20, 228 << 10, (9, 0)
+    ),
+    "h200": Gpu("NVIDIA H200 141GB", 151_397_597_184, 4_800_000_000_000, 132, 128, 1.98, 50 << 20, 228 << 10, (9, 0)),
+    "b200": Gpu("NVIDIA B200", 191_514_411_008, 7_672_320_000_000, 148, 128, 1.965, 132_644_864, 228 << 10, (10, 0)),
+    "l40s": Gpu("NVIDIA L40S", 47_690_000_000, 864_096_000_000, 142, 128, 2.52, 96 << 20, 100 << 10, (8, 9), 1536),
 }
 """The GPUs that a target can name."""
 
@@ -93,15 +100,12 @@ def target_mesh(target: str, *, device_memory: int | None = None, **axes: int) -
         >>> program = jax.jit(jzero.value_and_grad(loss_fn, layout))  # doctest: +SKIP
         >>> program.lower(params, batch).compile().memory_analysis()  # doctest: +SKIP
     """
-    gpu, hosts, count = _parse(target)
+    name, hosts, count = parse_target(target)
+    gpu = GPUS[name]
     if device_memory is not None and device_memory < 1:
         raise ValueError(f"device_memory={device_memory}; wanted a number of bytes, or None for the {gpu.name}'s own.")
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=gpu.describe(device_memory or gpu.memory),
-            topology=f"1x{hosts}x{count}",
-        )
+        topology = _topology(gpu.describe(device_memory or gpu.memory), f"1x{hosts}x{count}")
     except NotImplementedError as error:
         raise RuntimeError(f"Cannot compile for {target} here: {_why()}") from error
     product = math.prod(axes.values())
@@ -111,14 +115,29 @@ def target_mesh(target: str, *, device_memory: int | None = None, **axes: int) -
     return make_mesh(devices=topology.devices, **axes)
 
 
-def _parse(target: str) -> tuple[Gpu, int, int]:
+@functools.cache
+def _topology(description: str, shape: str) -> Any:
+    """The same devices for the same target, so that meshes of it are equal."""
+    return topologies.get_topology_desc(platform="cuda", target_config=description, topology=shape)
+
+
+def parse_target(target: str) -> tuple[str, int, int]:
+    """Short name of the GPU, number of hosts, GPUs of each.
+
+    Raises:
+        ValueError: No such target.
+
+    Example:
+        >>> parse_target("h200x2x8"), parse_target("l40sx4")
+        (('h200', 2, 8), ('l40s', 1, 4))
+    """
     match = re.fullmatch(r"([a-z]\w*?)(?:x([1-9]\d*))?x([1-9]\d*)", target)
     if match is None or match[1] not in GPUS:
         raise ValueError(
             f"target {target!r}; wanted a GPU ({', '.join(GPUS)}) and how many, for example h200x8 (one host of 8) or "
             f"h200x2x8 (two hosts of 8)."
         )
-    return GPUS[match[1]], int(match[2] or 1), int(match[3])
+    return match[1], int(match[2] or 1), int(match[3])
 
 
 def has_pjrt() -> bool:

@@ -1,5 +1,6 @@
 """`zero`: from a stage and a mesh to a `Layout`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,6 +8,7 @@ from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -93,6 +95,7 @@ def zero(
         >>> layout.param_specs, layout.grad_specs
         ({'scale': P(), 'table': P(None, 'data')}, {'scale': P(), 'table': None})
     """
+    asked = dict(locals())  # every option, for `Layout.on`
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"zero: mesh is a {type(mesh).__name__}; make one with jzero.make_mesh(data=-1).")
     stage = as_stage(stage)
@@ -150,7 +153,19 @@ def zero(
     )
     early = isinstance(mesh, Mesh) and platform_of(mesh) == "gpu" if ahead is None else ahead
     mesh = cast(Mesh, mesh)  # all that only looks at a layout takes an AbstractMesh just as well
-    return Layout(mesh, stage, data_axes, replica_axes, min_shard_size, treedef, leaves, early, precision)
+    asked["params"] = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named])
+    return Layout(
+        mesh,
+        stage,
+        data_axes,
+        replica_axes,
+        min_shard_size,
+        treedef,
+        leaves,
+        early,
+        precision,
+        remade=functools.partial(zero, **asked),
+    )
 
 
 def _in_dtypes(leaf: Leaf, precision: Precision, stage: Stage, regather: bool) -> Leaf:

@@ -19,7 +19,8 @@ import jzero
 from experiments.schedule import cli
 from experiments.schedule.config import Config, parse_mesh, parse_option
 from jzero import targets
-from jzero.schedule import Piece, Share, Window, shares, windows
+from jzero.events import Piece, Window
+from jzero.schedule import Share, shares, windows
 
 D = "data"
 
@@ -117,7 +118,8 @@ ENTRY %main (e: f32[8,16]) -> f32[] {
   %all-gather-start = (f32[8,16]{1,0}, f32[64,16]{1,0}) all-gather-start(%e), channel_id=5, \
 replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, metadata={op_name=\
 "jit(f)/jzero.gather.backward[embedding]/all_gather"}, backend_config={"collective_backend_config":{"is_sync":true}}
-  %before = bf16[64,64]{1,0} dot(%init, %init), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %start-x = bf16[64,64]{1,0} get-tuple-element(%init), index=2
+  %before = bf16[64,64]{1,0} dot(%start-x, %start-x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %all-gather-done = f32[64,16]{1,0} all-gather-done(%all-gather-start)
   %all-reduce-start = f32[8,16]{1,0} all-reduce-start(%e), channel_id=6, replica_groups={{0,1,2,3,4,5,6,7}}, \
 to_apply=%add, metadata={op_name="jit(f)/psum"}
@@ -172,7 +174,8 @@ ENTRY %main (e: f32[8,16]) -> f32[] {
   %all_gather.2 = f32[64,16]{1,0} all-gather(%e), channel_id=1, replica_groups=mesh['data'=8] {'data'}, \
 dimensions={0}, metadata={op_name="jit(f)/jzero.gather.backward[embedding]/all_gather" \
 scheduling_name="all-gather-start"}, backend_config={"collective_backend_config":{"is_sync":true}}
-  %before = bf16[64,64]{1,0} dot(%init, %init), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %start-x = bf16[64,64]{1,0} get-tuple-element(%init), index=2
+  %before = bf16[64,64]{1,0} dot(%start-x, %start-x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %all-reduce-start = ((f32[8,16]{1,0}), f32[8,16]{1,0}) all-reduce-start(%e), channel_id=1, \
 replica_groups=mesh['data'=8] {'data'}, to_apply=%add, metadata={op_name="jit(f)/psum"}
   %while.1 = (s32[], bf16[8,64]{1,0}, bf16[64,64]{1,0}, bf16[8]{0}) while(%init), condition=%cond, body=%body, \
@@ -195,13 +198,11 @@ def test_windows_of_a_program_for_gpus(mesh, text):
     up = Piece("bfloat16", (64, 64), "scatter", "blocks/up")
     found = read(text, mesh)
     assert found == (
-        Window("all-gather", (embedding,), (D,), asynchronous=False, matmuls=0),
-        Window("all-reduce", (loss,), (D,), asynchronous=True, matmuls=4),
-        Window(
-            "all-gather", (forward("blocks/qkv", 64, 64), forward("blocks/norm", 64)), (D,), True, 0, (1,), passes=7
-        ),
-        Window("all-gather", (forward("blocks/up", 8, 512),), (D,), True, 2, (1,), passes=7),
-        Window("reduce-scatter", (up,), (D,), True, 1, (1,), passes=7),
+        Window("all-gather", (embedding,), (D,), asynchronous=False, matmuls=0, group=8),
+        Window("all-reduce", (loss,), (D,), asynchronous=True, matmuls=4, group=8),
+        Window("all-gather", (forward("blocks/qkv", 64, 64), forward("blocks/norm", 64)), (D,), True, 0, (1,), 7, 8),
+        Window("all-gather", (forward("blocks/up", 8, 512),), (D,), True, 2, (1,), 7, 8),
+        Window("reduce-scatter", (up,), (D,), True, 1, (1,), 7, 8),
     )
     assert [window.bytes for window in found] == [4096, 512, 8192 + 128, 8192, 8192]
     assert shares(found) == (
@@ -382,6 +383,16 @@ def test_shapes_tell_leaves_that_are_alike_apart_only_so_far(mesh):
     assert piece.leaf == "a or b"
 
 
+def test_shapes_tell_shards_that_are_summed(mesh):
+    layout = jzero.zero({"a": jnp.ones((3, 64, 8)), "b": jnp.ones((64, 4))}, stage=3, mesh=mesh, min_shard_size=0)
+    text = named("", "%x, %y").replace("all-gather", "all-reduce").replace("f32[8,64]", "f32[8,8]")
+    text = text.replace("f32[16,8]", "f32[8,4]").replace(", dimensions={0}", "")
+    ((x, y),) = (window.pieces for window in read(text, layout=layout))
+    assert (x.leaf, y.leaf) == ("a", "b")
+    ((gathered, _),) = (window.pieces for window in read(named("", "%x, %y"), layout=layout))
+    assert gathered.leaf == ""
+
+
 def test_several_leaves_in_one_array():
     name = "jit(f)/(psum:jzero.reduce[a]/psum:jzero.sum[]/psum:jzero.reduce[b]/psum)"
     ((piece,),) = (window.pieces for window in read(named(metadata(name))))
@@ -426,7 +437,9 @@ def test_wrong_arguments(mesh):
 
 @pytest.mark.parametrize("target", ["h200", "x8", "h200x", "h200x0", "v100x8", "h200x2x2x8", "h200 x8", ""])
 def test_no_such_target(target):
-    with pytest.raises(ValueError, match=r"wanted a GPU \(a100, h100, h200, b200\) and how many, for example h200x8"):
+    with pytest.raises(
+        ValueError, match=r"wanted a GPU \(a100, h100, h200, b200, l40s\) and how many, for example h200x8"
+    ):
         targets.target_mesh(target, data=8)
 
 

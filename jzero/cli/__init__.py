@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jzero.cli import bandwidth, estimate
+from jzero.cli import bandwidth, estimate, preflight
 
-COMMANDS = (estimate, bandwidth)
+COMMANDS = (estimate, preflight, bandwidth)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error.code, int) else 2
     try:
         return options.run(options)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"jzero: error: {error}", file=sys.stderr)
         return 2

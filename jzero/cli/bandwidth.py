@@ -18,6 +18,7 @@ from rich.table import Table
 from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, sizes_between
 from jzero.bandwidth_plot import plot, size_text
+from jzero.cli.options import parsed, speed, unit
 from jzero.mesh import make_mesh, platform_of
 from jzero.sweep import Sweep
 
@@ -62,7 +63,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="how often each is timed (default: 20)")
     text = "the speed of a device's link in one direction, as 450GB/s or 400Gb/s (bits), to judge by"
-    parser.add_argument("--link", type=_speed, metavar="SPEED", help=text)
+    parser.add_argument("--link", type=parsed(speed), metavar="SPEED", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds and bytes per second")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw busbw over size into FILE (png, pdf, svg)")
     parser.set_defaults(run=run)
@@ -223,17 +224,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]?)(i?)B)?", text)
-    if match is None or (size := float(match[1]) * _unit(match[2], match[3])) < 1 or size % 1:
+    if match is None or (size := float(match[1]) * unit(match[2], match[3])) < 1 or size % 1:
         raise argparse.ArgumentTypeError(f"{text!r}; wanted whole bytes, as 65536, 64KiB (1024) or 64KB (1000)")
     return int(size)
-
-
-def _speed(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)([Bb])/s", text)
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}; wanted a speed, as 450GB/s, or 400Gb/s in bits")
-    return float(match[1]) * _unit(match[2], match[3]) / (8 if match[4] == "b" else 1)
-
-
-def _unit(prefix: str | None, binary: str | None) -> int:
-    return (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1 if prefix else 0)

@@ -5,9 +5,13 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+from jzero.jaxprs import LIBRARIES
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -101,23 +105,59 @@ def named(text: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def called(text: str, what: str) -> Any:
-    """What the function "module:name" returns, which takes no arguments.
+def called(text: str, what: str, *args: Any, takes: str = "without arguments") -> Any:
+    """What the function "module:name" returns for these arguments.
+
+    Args:
+        text: The name.
+        what: The option that it comes from.
+        *args: What it is called with.
+        takes: What it should take, as in "of one argument, the mesh".
 
     Raises:
-        ValueError: As `named`; it is no function, takes arguments, or raises (with its own error).
+        ValueError: As `named`; it is no function, takes other arguments, or raises (with its own error).
     """
     function = named(text, what)
     if not callable(function):
-        raise ValueError(f"{what} {text!r} is a {type(function).__name__}; wanted a function without arguments.")
+        raise ValueError(f"{what} {text!r} is a {type(function).__name__}; wanted a function {takes}.")
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(*args)
     except TypeError:
         raise ValueError(
-            f"{what} {text!r} takes arguments, {inspect.signature(function)}; wanted a function without any. Write one "
+            f"{what} {text!r} takes arguments, {inspect.signature(function)}; wanted a function {takes}. Write one "
             f"that calls it with what it needs."
         ) from None
     try:
-        return function()
+        return function(*args)
     except Exception as error:
-        raise ValueError(f"{what} {text!r} failed with {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} {text!r} failed with {raised(error)}") from error
+
+
+def raised(error: BaseException) -> str:
+    """An error as it was raised, and the line of whose code it was."""
+    own = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((*LIBRARIES, "<"))
+    ]
+    at = f" ({own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def speed(text: str) -> float:
+    """Reads the speed of a link in bytes per second.
+
+    Raises:
+        ValueError: No number, or another unit.
+
+    Example:
+        >>> speed("450GB/s"), speed("400Gb/s")
+        (450000000000.0, 50000000000.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)([Bb])/s", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r}; wanted a speed, as 450GB/s, or 400Gb/s in bits")
+    return float(match[1]) * unit(match[2], match[3]) / (8 if match[4] == "b" else 1)
+
+
+def unit(prefix: str | None, binary: str | None) -> int:
+    """The factor of a prefix K, M, G or T, decimal or binary."""
+    return (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1 if prefix else 0)

@@ -1,0 +1,262 @@
+"""How a `Preflight` prints: memory, buffers, collectives, wire bytes, the bound."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jzero.buffers import tidy
+
+if TYPE_CHECKING:
+    from jzero.buffers import Buffer
+    from jzero.events import Window
+    from jzero.preflight_report import Line, Preflight, Sent
+
+WIDTH = 120
+"""Columns of text."""
+UNNAMED = "without a name"
+LARGEST = 8
+"""Buffers of each kind that are listed."""
+SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def text(report: Preflight) -> str:
+    """The tables as text."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH).print(tables(report))
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+
+def tables(report: Preflight) -> RenderableType:
+    """The tables for a rich console."""
+    mesh = " x ".join(f"{name} {size}" for name, size in report.axes)
+    stage = "A stage of its own" if report.number is None else f"Stage {report.number}"
+    plural = "es" if report.microbatches > 1 else ""
+    title = (
+        f"{stage} on {report.target} ({report.device.name}, {mesh}), {report.microbatches} microbatch{plural}; "
+        f"compiled ahead of time by jax {report.jax}, not run. Figures are of one device and one step."
+    )
+    parts: list[RenderableType] = [
+        Text(title),
+        Text(),
+        _memory(report),
+        Text(),
+        _buffers(report),
+        Text(),
+        _donation(report),
+    ]
+    for loop in dict.fromkeys(sorted(one.window.loop for one in report.sent)):
+        parts += [Text(), _collectives([one for one in report.sent if one.window.loop == loop])]
+    parts += [Text(), _wire(report), *_reasons(report), Text(), *_bound(report)]
+    parts += [Text(f"Note: {note}") for note in report.notes]
+    if report.broken:
+        parts += [Text(), *(Text(f"{one.subject}: {one.message}", style="bold red") for one in report.broken)]
+    else:
+        parts += [Text("It fits, and no promise is broken.", style="bold")]
+    return Group(*parts)
+
+
+def size(count: float) -> str:
+    """Bytes for reading: GB, or what is smaller.
+
+    Example:
+        >>> size(7.5e9), size(1_250_000), size(12)
+        ('7.50 GB', '1.25 MB', '12 B')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:,.{2 if count < 100 * unit else 0}f} {name}"
+    return f"{count:.0f} B"
+
+
+def time(seconds: float) -> str:
+    """Seconds for reading.
+
+    Example:
+        >>> time(1.5), time(0.0123), time(4.2e-6), time(0)
+        ('1.50 s', '12.30 ms', '4.2 us', '0')
+    """
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} us" if seconds else "0"
+
+
+def leaves(window: Window, count: int = 2) -> str:
+    """Which leaves a collective is for, the first few; of what is no leaf's, where it stands in the program."""
+    if not window.purpose and not any(piece.leaf for piece in window.pieces):
+        return tidy(window.where) or UNNAMED
+    found = [piece.leaf or "x".join(map(str, piece.shape)) or "scalar" for piece in window.pieces]
+    named = list(dict.fromkeys(path for paths in found for path in paths.split(" + ")))
+    return ", ".join(named[:count]) + (f" + {len(named) - count} more" if len(named) > count else "")
+
+
+def _table(title: str, *columns: str, right: Iterable[str] = (), folds: str = "") -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
+    for name in columns:
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=bool(folds) and name != folds)
+    return table
+
+
+def _row(table: Table, *cells: str, style: str = "") -> None:
+    """Adds a row of plain text: brackets in names are no markup."""
+    table.add_row(*map(Text, cells), style=style)
+
+
+def _memory(report: Preflight) -> Table:
+    found = report.memory
+    table = _table("Memory", "", "size", "what", right=["size"])
+    _row(table, "arguments", size(found.arguments), "state and batch")
+    _row(table, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
+    _row(table, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
+    verdict = "fits" if found.fits else "DOES NOT FIT"
+    share = f"{found.peak / found.limit:.0%} of {size(found.limit)}: {verdict}"
+    _row(table, "peak", size(found.peak), share, style="bold")
+    return table
+
+
+def _buffers(report: Preflight) -> Table:
+    table = _table("Largest buffers", "name", "kind", "dtype", "shape", "size", right=["size"], folds="name")
+
+    def rows(found: Sequence[Buffer]) -> None:
+        for one in found[:LARGEST]:
+            name = one.name + (f" in {one.where}" if one.where else "")
+            shape = "x".join(map(str, one.shape))
+            _row(table, name, one.kind, SHORT.get(one.dtype, one.dtype), shape, size(one.bytes))
+        if rest := found[LARGEST:]:
+            _row(
+                table,
+                f"{len(rest)} more",
+                rest[0].kind if len({x.kind for x in rest}) == 1 else "",
+                "",
+                "",
+                size(sum(x.bytes for x in rest)),
+            )
+
+    rows(report.held)
+    table.add_section()
+    rows(report.temporaries or ())
+    return table
+
+
+def _donation(report: Preflight) -> Text:
+    if not report.not_donated:
+        return Text("Donation: the new state is written over the old one, every leaf of it.")
+    names = ", ".join(report.not_donated[:6]) + (" and more" if len(report.not_donated) > 6 else "")
+    return Text(f"Donation: {len(report.not_donated)} leaves of the state are not written over: {names}", style="red")
+
+
+def _collectives(rows: Sequence[Sent]) -> Table:
+    loop, runs = rows[0].window.loop, rows[0].window.passes
+    where = "outside of loops" if not loop else f"in loop {'.'.join(map(str, loop))}, {runs} times"
+    numbers = ("size", "beside", "time", "waits")
+    table = _table(
+        f"Collectives {where}", "collective", "over", "for", "leaves", "dtype", *numbers, right=numbers, folds="leaves"
+    )
+    for one in rows:
+        window = one.window
+        dtypes = "/".join(dict.fromkeys(SHORT.get(piece.dtype, piece.dtype) for piece in window.pieces))
+        beside = f"{window.matmuls} matmul{'s' * (window.matmuls != 1)}" if window.asynchronous else "sync"
+        _row(
+            table,
+            window.kind,
+            ", ".join(window.axes) or "?",
+            window.purpose or "other",
+            leaves(window),
+            dtypes,
+            size(window.bytes),
+            beside,
+            time(one.seconds),
+            time(one.waits),
+        )
+    return table
+
+
+def _wire(report: Preflight) -> Table:
+    numbers = ("theory", "written", "compiled")
+    table = _table(
+        "Sent by each device",
+        *("what", "collective", "over", *numbers),
+        right=numbers,
+        folds="what",
+    )
+    for one in report.lines:
+        sizes = [size(x) if x else "-" for x in (one.theory, one.program, one.compiled)]
+        _row(table, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
+    table.add_section()
+    sums = [sum(getattr(one, name) for one in report.lines) for name in ("theory", "program", "compiled")]
+    _row(table, "all", "", "", *map(size, sums), style="bold")
+    return table
+
+
+def _reasons(report: Preflight) -> list[Text]:
+    """Why the columns differ."""
+    found: dict[str, list[str]] = {}
+    for one in report.moved:
+        if one.reason and one.promised != one.bytes:
+            found.setdefault(f"{one.what}: {one.reason}", []).append(one.leaf)
+    reasons = []
+    for reason, paths in found.items():
+        named = [path for path in paths if path]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
+    reasons += [found for group in groups(report.lines) if (found := of_xla(report, group))]
+    return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
+
+
+def groups(lines: Sequence[Line]) -> list[list[Line]]:
+    """Lines by kind of collective and axes, which XLA joins with one another."""
+    keys = dict.fromkeys((one.kind, one.axes) for one in lines)
+    return [[one for one in lines if (one.kind, one.axes) == key] for key in keys]
+
+
+def of_xla(report: Preflight, group: Sequence[Line]) -> str:
+    """Why what XLA compiled is not what was written down; empty where it is."""
+    if all(one.compiled == one.program for one in group):
+        return ""
+    kind, axes = group[0].kind, group[0].axes
+    more = sum(one.compiled for one in group) - sum(one.program for one in group)
+    which = f"{kind} over {', '.join(axes) or '?'}, compiled"
+    unnamed = {
+        leaves(one.window)
+        for one in report.sent
+        if (one.window.kind, one.window.axes) == (kind, axes) and any(not piece.purpose for piece in one.window.pieces)
+    } - {UNNAMED}
+    names = sorted(unnamed)[:3] + ["..."] * (len(unnamed) > 3)
+    of = f": {', '.join(names)}" if names else ""
+    if more > 0.5:
+        return f"{which}: {size(more)} more than written, by the partitioner (norms, whole leaves, model shards){of}"
+    if more < -0.5:
+        return f"{which}: {size(-more)} less than written: XLA has removed what it need not run, or narrowed it"
+    return f"{which}: as much as written, but XLA has joined several under one name, or lost their names{of}"
+
+
+def _bound(report: Preflight) -> list[Text]:
+    bound = report.bound
+    links = "; ".join(
+        f"{', '.join(axes) or '?'} {name} at {speed / 1e9:.3g} GB/s{' as stated' if stated else ''}"
+        for axes, name, speed, stated in dict.fromkeys(
+            (one.window.axes, one.link.name, one.link.bandwidth, one.link.stated) for one in report.sent
+        )
+    )
+    busy = ", ".join(f"{name} {time(seconds)}" for name, seconds in bound.links)
+    return [
+        Text("A bound, by a model and not a measurement: no kernel is faster than the data sheet, no link than stated"),
+        Text(f"- a step takes at least {time(bound.seconds)}, so MFU is at most {bound.mfu:.1%}"),
+        Text(
+            f"- matmuls {time(bound.compute)}: {bound.flops / 1e12:,.4g} TFLOP, without what is recomputed "
+            f"{bound.model_flops / 1e12:,.4g}, at {bound.peak / 1e12:,.4g} TFLOP/s"
+        ),
+        Text(f"- links are busy for {busy or 'no time'}; matmuls wait for {time(bound.waiting)}"),
+        Text(f"- links: {links or 'none used'}"),
+    ]
