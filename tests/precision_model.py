@@ -45,7 +45,7 @@ def make_batch(examples=48):
     return {"tokens": tokens[:, :-1], "next": tokens[:, 1:]}
 
 
-def make_layout(stage, precision, axes=MESHES[0], params=None, **options):
+def make_layout(stage, precision, axes=MESHES[0], params=None, *, min_shard_size=0, **options):
     """Of the model's params, or of others, on as many devices as the axes name."""
     return jzero.zero(
         jax.eval_shape(init_params) if params is None else params,
@@ -54,7 +54,8 @@ def make_layout(stage, precision, axes=MESHES[0], params=None, **options):
         precision=precision,
         replica_axes=("replica",) if "replica" in axes else (),
         rules=RULES if "model" in axes and params is None else (),
-        **{"min_shard_size": 0} | options,
+        min_shard_size=min_shard_size,
+        **options,
     )
 
 

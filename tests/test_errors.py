@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F811 - fixtures are imported, and asked for by their names
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -264,7 +265,7 @@ def test_a_loss_that_takes_other_arguments_is_told_what_it_gets(loss, name, opti
     parts = ["loss_fn cannot be called as loss_fn(params, batch", repr(name), "with_key=True", "with_model_state=True"]
     refuses(lambda: jzero.value_and_grad(loss, layout, **options), *parts, error=TypeError)
     refuses(lambda: jzero.train_step(loss, SGD, layout, **options), *parts, error=TypeError)
-    given = {"key": jax.random.key(0)} if options else {}
+    given: dict[str, Any] = {"key": jax.random.key(0)} if options else {}
     refuses(lambda: jzero.explain(layout, loss, make_batch(), **given), *parts, "explain: where", error=TypeError)
 
 
