@@ -29,7 +29,8 @@ class CheckpointMismatch(ValueError):
 
     def __init__(self, what: str, problems: Sequence[str]):
         self.problems = tuple(problems)
-        lines = [X]
+        count = f"{len(problems)} leaves do" if len(problems) > 1 else "1 leaf does"
+        lines = [f"{what}: {count} not fit."]
         lines += [f"  {problem}" for problem in problems[:SHOWN]]
         if len(problems) > SHOWN:
             lines.append(f"  and {len(problems) - SHOWN} more; all are in the error's `problems`.")
