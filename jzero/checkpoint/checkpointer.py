@@ -3,11 +3,12 @@
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.names import shown
 from jzero.checkpoint.parts import PARTS
 from jzero.checkpoint.processes import TIMEOUT, Processes
+from jzero.checkpoint.store import Piece
 from jzero.layout import Layout
 from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.state import TrainState
@@ -177,10 +179,10 @@ class Checkpointer:
     ) -> None:
         """Saves a state as the checkpoint of a step.
 
-        With `async_` it returns when the state has been copied to the host, which takes as much memory as this
-        process writes (its share of one copy of the state); then the state may be donated to the next step. Without, it
-        returns when all is on the disk, and needs the memory of a few chunks of 16 MiB. The save before is waited for.
-        No collective runs.
+        With `async_` it returns when the state has been copied to the host's memory, up to as much as this process
+        writes: its share of one copy of the state. Then the state may be donated to the next step. Without, it returns
+        when all is on the disk, and takes the memory of a few chunks of 16 MiB. The save before is waited for. No
+        collective runs.
 
         Args:
             step: The step; an int of 0 or more.
@@ -227,8 +229,17 @@ class Checkpointer:
         if self._thread is None:
             self._write(manifest, pieces, processes, overwrite)
         else:
-            held = [cut.snapshot(piece) for piece in pieces]
-            self._pending = step, self._thread.submit(self._write, manifest, held, processes, overwrite)
+            # The thread writes while the rest is copied, and what is written is let go.
+            copies: SimpleQueue = SimpleQueue()
+            written = self._thread.submit(self._write, manifest, _taken(copies), processes, overwrite)
+            self._pending = step, written
+            try:
+                for piece in pieces:
+                    copies.put(cut.snapshot(piece))
+            except BaseException as error:
+                copies.put(error)
+                raise
+            copies.put(None)
 
     def _write(self, manifest, pieces, processes, overwrite):
         if processes.index == 0:
@@ -372,6 +383,14 @@ class Checkpointer:
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"restore: step={step!r}; wanted a step, 'latest' or 'best'.")
         return self.path(step), self.manifest(step)
+
+
+def _taken(copies: SimpleQueue) -> Iterator[Piece]:
+    """What is put into a queue, up to None."""
+    while (piece := copies.get()) is not None:
+        if isinstance(piece, BaseException):
+            raise piece
+        yield piece
 
 
 def _parts(method: str, only: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Arrays on devices as chunks on the disk: which process writes which, and what is in them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -105,4 +105,4 @@ def pieces(source: Source, process: int) -> Iterator[Piece]:
 
 def snapshot(piece: Piece) -> Piece:
     """The same in memory of its own, which lasts when the array is gone."""
-    return Piece(piece.leaf, piece.chunk, piece.region, np.array(piece.array, copy=True))
+    return piece if piece.array.flags.owndata else replace(piece, array=piece.array.copy())

@@ -14,7 +14,7 @@ from jzero.checkpoint.chunks import Region
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest, Sum
 
-IN_FLIGHT = 32 * 2**20
+IN_FLIGHT = 16 * 2**20
 """Bytes of chunks that are being read or written at once. Tensorstore holds two or three times as much."""
 
 AT_ONCE = 64
