@@ -11,7 +11,7 @@ LARGEST = 16 * 2**20
 """Most bytes of a chunk by default: what saving, restoring and resharding hold in memory are a few of these."""
 
 
-def halved(shape: Sequence[int], itemsize: int, largest: int = LARGEST, *, cut: Sequence[bool] | None = None) -> tuple:
+def halved(shape: Sequence[int], itemsize: int, largest: int, *, cut: Sequence[bool] | None = None) -> tuple:
     """The shape of chunks of at most `largest` bytes: the largest dim is divided until they are.
 
     A chunk that is about as long in each dim is read in any layout without much that is not needed.

@@ -24,7 +24,7 @@ class Source:
     array: jax.Array
 
 
-def sources(items: Sequence[Item], largest: int = LARGEST) -> list[Source]:
+def sources(items: Sequence[Item]) -> list[Source]:
     """How each leaf is saved: its name, its encoding and its chunks, the same in every process."""
     found = []
     for item, folder in zip(items, folders([item.path for item in items]), strict=True):
@@ -32,7 +32,7 @@ def sources(items: Sequence[Item], largest: int = LARGEST) -> list[Source]:
         shape = tuple(item.shape) + tuple(words.shape[len(item.shape) :])
         empty = 0 in shape
         stored = None if empty else encoding.stored_dtype(dtype)
-        chunk = shape if stored is None else _chunk(words, shape, encoding.dtype_of(stored).itemsize, largest)
+        chunk = shape if stored is None else _chunk(words, shape, encoding.dtype_of(stored).itemsize)
         entry = Entry(item.path, ".".join(folder), tuple(item.shape), dtype, stored, shape, chunk, _spec(item.array))
         found.append(Source(entry, words))
     return found
@@ -45,13 +45,13 @@ def _spec(array):
     return (*axes, *[()] * (array.ndim - len(axes)))[: array.ndim]
 
 
-def _chunk(array, shape, itemsize, largest) -> tuple[int, ...]:
+def _chunk(array, shape, itemsize) -> tuple[int, ...]:
     """The shape of chunks, each of which one process holds whole."""
-    held, chunk = list(_held(array).values()), halved(shape, itemsize, largest)
+    held, chunk = list(_held(array).values()), halved(shape, itemsize, LARGEST)
     if all(any(_covers(regions, region) for regions in held) for _, region in grid(shape, chunk)):
         return chunk
     shard = array.sharding.shard_shape(array.shape)
-    return halved(shard, itemsize, largest, cut=[a < b for a, b in zip(shard, array.shape, strict=True)])
+    return halved(shard, itemsize, LARGEST, cut=[a < b for a, b in zip(shard, array.shape, strict=True)])
 
 
 def _held(array) -> dict[int, set[Region]]:
