@@ -224,15 +224,39 @@ def test_an_asynchronous_save_keeps_what_it_was_given(tmp_path):
         assert np.all(np.asarray(checkpointer.restore_params(layout)["w"]) == 5)
 
 
-def test_every_chunk_has_one_writer_and_all_are_written():
-    for processes in (1, 2, 4):
-        layout = layout_of(3, "8")
-        sources = cut.sources(parts.items(random_state(layout), TX, layout))
-        for source in sources:
-            numbers = [piece.chunk for n in range(processes) for piece in cut.pieces(source, n)]
-            assert sorted(numbers) == [n for n, _ in grid(source.entry.stored_shape, source.entry.chunk)] * (
-                source.entry.stored is not None
-            )
+@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize("config", [(3, "8"), (1, "2,2,2"), (0, "4,2")])
+def test_every_chunk_is_written_once_by_a_process_that_holds_it(states, monkeypatch, processes, config):
+    """With the devices shared out among processes that are not there."""
+
+    class Holders(cut.Holders):
+        def __init__(self, array):
+            super().__init__(array)
+            for cell in self.processes:
+                self.processes[cell] = set()
+            for device, index in array.sharding.devices_indices_map(array.shape).items():
+                begins = [part.indices(size)[0] for part, size in zip(index, array.shape, strict=True)]
+                cell = tuple(begin // size for begin, size in zip(begins, self.cell, strict=True))
+                self.processes[cell].add(device.id * processes // 8)
+
+    monkeypatch.setattr(cut, "Holders", Holders)
+    monkeypatch.setattr(cut, "LARGEST", 64)
+    state, layout = states(config)
+    written = [0] * processes
+    for source in cut.sources(parts.items(state, TX, layout)):
+        x, entry, numbers = source.array, source.entry, []
+        for process in range(processes):
+            devices = {device for device in jax.devices() if device.id * processes // 8 == process}
+            parts_held = [shard.index for shard in x.addressable_shards if shard.device in devices]
+            held_by = np.zeros(x.shape, bool)
+            for index in parts_held:
+                held_by[index] = True
+            for piece in cut.pieces(source, process):
+                assert held_by[tuple(slice(b, e) for b, e in piece.region)].all()
+                numbers.append(piece.chunk)
+                written[process] += piece.array.nbytes
+        assert sorted(numbers) == [number for number, _ in grid(entry.stored_shape, entry.chunk)]
+    assert min(written) > 0.5 * sum(written) / processes, "each has its share"
 
 
 def test_chunks_are_small_and_about_as_long_in_each_dim():

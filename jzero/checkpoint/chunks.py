@@ -63,11 +63,6 @@ def inside(region: Region, of: Region) -> tuple[slice, ...]:
     return tuple(slice(x - u, y - u) for (x, y), (u, _) in zip(region, of, strict=True))
 
 
-def volume(region: Region) -> int:
-    """Number of elements."""
-    return math.prod(end - begin for begin, end in region)
-
-
 def region_of(index: tuple[slice, ...], shape: Sequence[int]) -> Region:
     """The region that an index of a sharding stands for."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

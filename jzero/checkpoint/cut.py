@@ -1,5 +1,6 @@
 """Arrays on devices as chunks on the disk: which process writes which, and what is in them."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jzero.checkpoint import encoding
-from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside, overlap, region_of, volume
+from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside, overlap, region_of
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.parts import Item
@@ -32,7 +33,7 @@ def sources(items: Sequence[Item]) -> list[Source]:
         shape = tuple(item.shape) + tuple(words.shape[len(item.shape) :])
         empty = 0 in shape
         stored = None if empty else encoding.stored_dtype(dtype)
-        chunk = shape if stored is None else _chunk(words, shape, encoding.dtype_of(stored).itemsize)
+        chunk = _chunk(words, shape, 1 if stored is None else encoding.dtype_of(stored).itemsize)
         entry = Entry(item.path, ".".join(folder), tuple(item.shape), dtype, stored, shape, chunk, _spec(item.array))
         found.append(Source(entry, words))
     return found
@@ -47,25 +48,30 @@ def _spec(array):
 
 def _chunk(array, shape, itemsize) -> tuple[int, ...]:
     """The shape of chunks, each of which one process holds whole."""
-    held, chunk = list(_held(array).values()), halved(shape, itemsize, LARGEST)
-    if all(any(_covers(regions, region) for regions in held) for _, region in grid(shape, chunk)):
+    holders, chunk = Holders(array), halved(shape, itemsize, LARGEST)
+    if all(holders.of(region) for _, region in grid(shape, chunk)):
         return chunk
     shard = array.sharding.shard_shape(array.shape)
     return halved(shard, itemsize, LARGEST, cut=[a < b for a, b in zip(shard, array.shape, strict=True)])
 
 
-def _held(array) -> dict[int, set[Region]]:
-    """For each process the regions of an array that its devices hold."""
-    held: dict[int, set[Region]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        held.setdefault(device.process_index, set()).add(region_of(index, array.shape))
-    # An array that each process has for itself is the same in all of them; the first one writes it.
-    return {0: held[jax.process_index()]} if jax.process_count() > 1 and array.is_fully_addressable else held
+class Holders:
+    """Which processes hold which part of an array: JAX cuts it into equal cells, each on some devices."""
 
+    def __init__(self, array: jax.Array):
+        self.cell = [max(1, size) for size in array.sharding.shard_shape(array.shape)]
+        self.processes: dict[tuple[int, ...], set[int]] = {}
+        # An array that each of several processes has for itself is the same in all; the first one writes it.
+        own = jax.process_count() > 1 and array.is_fully_addressable
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            begins = [begin for begin, _ in region_of(index, array.shape)]
+            cell = tuple(begin // size for begin, size in zip(begins, self.cell, strict=True))
+            self.processes.setdefault(cell, set()).add(0 if own else device.process_index)
 
-def _covers(regions, region) -> bool:
-    """Whether regions that do not overlap contain another one."""
-    return sum(volume(both) for one in regions if (both := overlap(one, region)) is not None) == volume(region)
+    def of(self, region: Region) -> list[int]:
+        """The processes that hold all of a region, in order."""
+        cells = [range(b // size, (e - 1) // size + 1) for (b, e), size in zip(region, self.cell, strict=True)]
+        return sorted(set.intersection(*(self.processes[cell] for cell in itertools.product(*cells))))
 
 
 def pieces(source: Source, process: int) -> Iterator[Piece]:
@@ -76,7 +82,7 @@ def pieces(source: Source, process: int) -> Iterator[Piece]:
     entry, array, stored = source.entry, source.array, source.entry.stored
     if stored is None:
         return
-    held = _held(array)
+    holders = Holders(array)
     data = {region_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     on_host: dict[Region, np.ndarray] = {}
 
@@ -89,10 +95,10 @@ def pieces(source: Source, process: int) -> Iterator[Piece]:
         return on_host[region]
 
     for turn, (number, region) in enumerate(grid(entry.stored_shape, entry.chunk)):
-        holders = sorted(index for index, regions in held.items() if _covers(regions, region))
-        if holders[turn % len(holders)] != process:
+        able = holders.of(region)
+        if able[turn % len(able)] != process:
             continue
-        parts = [(one, both) for one in held[process] if (both := overlap(one, region)) is not None]
+        parts = [(one, both) for one in data if (both := overlap(one, region)) is not None]
         if len(parts) == 1:
             [(one, both)] = parts
             yield Piece(entry, number, region, host(one)[inside(both, one)])

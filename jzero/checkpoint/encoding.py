@@ -47,7 +47,7 @@ NATIVE = frozenset(
 )
 """Dtypes that tensorstore writes in zarr 3."""
 
-BITS = frozenset({"uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"})
+BITS = frozenset({"uint2", "uint4", "float8_e4m3"})
 """Dtypes of JAX that it does not, one byte for each element."""
 
 KEY = "key:"
