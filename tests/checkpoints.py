@@ -1,7 +1,7 @@
 """States with random bits in every layout, and what they hold, read without jzero."""
 
+import hashlib
 import itertools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -79,17 +79,18 @@ def random_state(layout, seed=0):
 
     def array(want):
         if want.dtype.startswith("key:"):
-            return jax.random.fold_in(KEY, seed)
+            words = np.array([seed, 7], np.uint32)
+            return jax.random.wrap_key_data(jax.make_array_from_callback((2,), want.sharding, lambda _: words))
         value = random_bits(rng, want.shape, jnp.dtype(want.dtype))
+        if want.path[0] == "loss_scale":  # one that can be
+            value = np.asarray({"scale": 2.0**seed, "clean": 3, "hysteresis": 2}[want.path[1]], want.dtype)
         padded = np.zeros(want.stored, value.dtype)
         padded[tuple(map(slice, want.shape))] = value
-        return jax.device_put(padded, want.sharding)
+        return jax.make_array_from_callback(want.stored, want.sharding, lambda index: padded[index])
 
     trees = {part: treedef.unflatten(map(array, wants)) for part, (treedef, wants) in wanted.items()}
     trees["params"], trees["master"] = parts.params_of(jax.tree.leaves(trees["params"]), layout)
-    state = jzero.TrainState(**trees)
-    # What is not a random number: the loss scale must be one.
-    return replace(state, loss_scale=jzero.DynamicLossScale(initial=2.0**seed).init())
+    return jzero.TrainState(**trees)
 
 
 def held(state, layout):
@@ -109,6 +110,16 @@ def held(state, layout):
             assert not padding.tobytes().strip(b"\0"), f"{part}{path}: what is padded is not zero"
             found[part + jax.tree_util.keystr(path)] = (str(value.dtype), logical.shape, logical.tobytes())
     return found
+
+
+def digest(state):
+    """The bytes that this process's devices hold, all leaves together."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(state):
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for shard in x.addressable_shards:
+            found.update(np.asarray(shard.data).tobytes())
+    return found.hexdigest()
 
 
 def check_placed(state, layout):

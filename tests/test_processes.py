@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 
+from jzero.checkpoint import Checkpointer
 from tests import process_worker
+from tests.checkpoints import OTHERS, TX, held, layout_of, random_state
 
 PROCESSES, LIMIT = 2, 240  # seconds
 
@@ -47,8 +49,18 @@ def run_workers(folder):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("processes"))
+def folder(tmp_path_factory):
+    """Where the workers run; with a checkpoint that one process has saved."""
+    folder = tmp_path_factory.mktemp("processes")
+    layout = layout_of(2, "4,2")
+    with Checkpointer(folder / "checkpoints" / "alone") as checkpointer:
+        checkpointer.save(0, random_state(layout, 5), TX, layout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return run_workers(folder)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +83,28 @@ def test_each_process_sees_the_same_losses(results):
 def test_a_bad_batch_is_refused_in_each_process(results):
     for result in results:
         assert "batch (3, 2): 3 x 2 processes = 6 examples do not divide into 8 equal parts" in result["refusal"]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), process_worker.PROCESS_CONFIGS)
+def test_checkpoints_of_two_processes_and_of_one(results, folder, stage, mesh):
+    for n, result in enumerate(results):
+        found = result["checkpoints"][f"{stage} {mesh}"]
+        assert found["own"], f"process {n} restored what both have saved"
+        assert found["alone"], f"process {n} restored what one process has saved"
+        assert found["data"] == {"of": 0}
+    saved = Checkpointer(folder / "checkpoints" / f"{stage} {mesh}".replace(",", "x"))
+    layout = layout_of(0, "3")
+    only = {} if stage == 1 else {"only": ("params",), "init": lambda: random_state(layout, 5)}
+    restored = saved.restore(TX, layout, **(OTHERS | only))
+    assert held(restored.state, layout) == held(random_state(layout, 5), layout)
+    assert saved.steps == [restored.step] == [2 if stage == 1 else 3], "one is kept"
+    assert saved.manifest(restored.step).saved_from["processes"] == 2
+
+
+def test_a_save_that_one_process_cannot_write_is_given_up_by_both(results, folder):
+    found = [result["checkpoints"]["3 2,2,2"] for result in results]
+    assert [one["steps"] for one in found] == [[3], [3]]
+    assert len(found[0]["failed"]) == 1 and len(found[1]["failed"]) == 2
+    assert "SaveFailed" in found[0]["failed"][0] and "was not written by process 1" in found[0]["failed"][0]
+    assert "no more space" in found[1]["failed"][0] and "SaveFailed" in found[1]["failed"][1]
+    assert [path.name for path in (folder / "checkpoints" / "3 2x2x2").iterdir()] == ["3"], "nothing is left"

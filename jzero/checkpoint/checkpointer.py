@@ -219,7 +219,10 @@ class Checkpointer:
             metrics={name: float(value) for name, value in (metrics or {}).items()},
             saved_from=_described(layout),
         )
-        manifest.to_json()  # raises before anything is written
+        try:
+            manifest.to_json()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"save: data or metrics are nothing that JSON holds: {error}.") from error
         if self.path(step).exists() and not overwrite:
             raise FileExistsError(
                 f"{self.path(step)} is there already. Pass overwrite=True to replace it, or save into another folder."

@@ -72,9 +72,10 @@ def write(
     failure: Exception | None = None
     notes: list[str] = []
     for name, work in (("begin", begin), ("fill", fill), ("commit", commit)):
-        failure = _attempt(work, tmp, processes.index)
+        failure = _attempt(work, tmp / f"failed-{name}-{processes.index}")
         _meet(processes, f"{number}/{name}/{folder}", folder)
-        notes = [note.name.removeprefix("failed-") for note in tmp.glob("failed-*")] if tmp.exists() else []
+        # Another process may have gone on and failed at the next part already; all must see the same here.
+        notes = [note.name.rpartition("-")[2] for note in tmp.glob(f"failed-{name}-*")]
         if failure or notes:
             break
     else:
@@ -96,14 +97,14 @@ def _meet(processes: Processes, name: str, folder: Path) -> None:
         raise SaveFailed(f"{folder} was not written: the other processes did not come ({error}).") from error
 
 
-def _attempt(work: Callable[[], None], tmp: Path, index: int) -> Exception | None:
+def _attempt(work: Callable[[], None], note: Path) -> Exception | None:
     """Runs a part of the work; what goes wrong is returned, and noted where the other processes see it."""
     try:
         work()
     except Exception as error:
         try:
-            tmp.mkdir(parents=True, exist_ok=True)
-            (tmp / f"failed-{index}").touch()
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
         except OSError:
             pass  # the others find no part of this process, and then wait for it until their time is over
         return error
