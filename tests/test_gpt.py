@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -388,6 +389,58 @@ def test_interrupting_a_run_keeps_metrics_and_plot(folder, tmp_path):
     assert (out / "loss.png").exists()
     (summary,) = rows_of(out, "summary")
     assert summary["status"] == "interrupted" and summary["steps"] == len(rows_of(out, "train")) >= 3
+
+
+def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys, monkeypatch):
+    options = ["--data", str(folder), "--steps", "6", "--batch-size", "8", "--sample", "0", "--eval-every", "2"]
+    options += ["--save-every", "2", "--min-shard-size", "64", "--precision", "bf16"]
+
+    def run(name, *more):
+        return main([*TINY, *options, *more, "--out", str(tmp_path / name)])
+
+    def losses(name):
+        rows = rows_of(tmp_path / name, "train")
+        assert [row["step"] for row in rows] == list(range(1, 7))
+        return [(row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+    assert run("whole") == 0
+    assert sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()) == ["4", "6"]
+    draw = data.sample_batch
+
+    def stopped(text, *, step, **more):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(text, step=step, **more)
+
+    monkeypatch.setattr("experiments.gpt.train.sample_batch", stopped)
+    assert run("stopped") == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    assert "Interrupted after step 3. Saved; go on with --out" in capsys.readouterr().out
+    assert len(rows_of(tmp_path / "stopped", "train")) == 3
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
+
+    assert run("stopped", "--resume") == 0
+    assert "Goes on after step 3" in capsys.readouterr().out
+    assert losses("stopped") == losses("whole")
+    whole, again = (rows_of(tmp_path / name, "validation") for name in ("whole", "stopped"))
+    assert whole == again and len(whole) == 3
+    assert [row["status"] for row in rows_of(tmp_path / "stopped", "summary")] == ["finished"]
+
+    assert run("moved", "--resume", "--mesh", "data=2,model=2", "--stage", "1") == 0
+    np.testing.assert_allclose(losses("moved"), losses("whole"), rtol=2e-2)
+    assert losses("moved")[:3] == losses("whole")[:3]
+
+    for more, words in [
+        (["--lr", "1"], "was started with --lr 0.003 (now 1.0). Use the same."),
+        (["--overwrite"], "leave --overwrite and --compare-stages out"),
+    ]:
+        with pytest.raises(SystemExit):
+            run("moved", "--resume", *more)
+        assert words in capsys.readouterr().err
+    (folder / "more.txt").write_text("another text" * 100)
+    with pytest.raises(SystemExit):
+        run("moved", "--resume")
+    assert "was trained on another text" in capsys.readouterr().err
 
 
 def test_compare_stages_against_one_device(folder, tmp_path, capsys):

@@ -27,7 +27,7 @@ class Record:
         self.path = folder / "metrics.jsonl"
         self.rows: list[dict[str, Any]] = []
         try:
-            if self.path.exists() and not overwrite:
+            if (self.path.exists() or (folder / "checkpoints").exists()) and not overwrite:
                 raise ValueError(
                     f"--out {folder}: holds a run already. Name another folder, or --overwrite to replace that run."
                 )

@@ -99,7 +99,7 @@ class Checkpointer:
             isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max")
         ):
             raise ValueError(f"Checkpointer: best={best!r}; wanted a metric and its best end, such as ('loss', 'min').")
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"Checkpointer: {directory} is a file; wanted a folder.")
         self.keep, self.every, self.async_, self.best, self.timeout = keep, every, async_, best, timeout
