@@ -117,11 +117,15 @@ def checkpoints(folder):
     return found
 
 
-def main(address, process, processes, out):
+def start(address, process, processes):
     jax.config.update("jax_num_cpu_devices", 8 // processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=processes, process_id=process)
     assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (processes, 8, 8 // processes)
+
+
+def main(address, process, processes, out):
+    start(address, process, processes)
     result = {
         "checkpoints": checkpoints(Path(out).parent / "checkpoints"),
         "refusal": refusal(),

@@ -1,7 +1,9 @@
 """Two real processes of four devices each train as one process of eight."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,30 +21,37 @@ from tests.checkpoints import OTHERS, TX, held, layout_of, random_state
 PROCESSES, LIMIT = 2, 240  # seconds
 
 
-def run_workers(folder):
-    """Runs the worker in each process; returns what each wrote. No process outlives this call."""
+@contextlib.contextmanager
+def workers(folder, script, outs):
+    """Starts a process for each of `outs`, which it is given; none outlives this. Yields them and their logs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     here = Path(__file__).parent
     paths = os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    logs, results = ([folder / f"{n}.{ending}" for n in range(PROCESSES)] for ending in ("log", "json"))
-    workers, deadline = [], time.monotonic() + LIMIT
+    logs, started = [folder / f"{n}.log" for n in range(len(outs))], []
     try:
-        for n in range(PROCESSES):
-            command = [sys.executable, here / "process_worker.py", address, str(n), str(PROCESSES), results[n]]
-            with logs[n].open("w") as log:
-                workers.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        for n, (log, out) in enumerate(zip(logs, outs, strict=True)):
+            command = [sys.executable, here / script, address, str(n), str(len(outs)), out]
+            with log.open("w") as file:
+                started.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
+        yield started, logs
+    finally:
+        for worker in started:
+            worker.kill()
+            worker.wait()
+
+
+def run_workers(folder):
+    """Runs the worker in each process; returns what each wrote."""
+    results, deadline = [folder / f"{n}.json" for n in range(PROCESSES)], time.monotonic() + LIMIT
+    with workers(folder, "process_worker.py", results) as (started, logs):
         # One that fails leaves the others waiting in a collective, so the first failure ends all.
-        while None in (codes := [worker.poll() for worker in workers]) and not any(codes):
+        while None in (codes := [worker.poll() for worker in started]) and not any(codes):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
     tails = "\n".join(f"process {n}:\n{log.read_text()[-4000:]}" for n, log in enumerate(logs))
     assert codes == [0] * PROCESSES, f"exit codes {codes} after at most {LIMIT} s (None: still running)\n{tails}"
     return [json.loads(result.read_text()) for result in results]
@@ -108,3 +117,17 @@ def test_a_save_that_one_process_cannot_write_is_given_up_by_both(results, folde
     assert "SaveFailed" in found[0]["failed"][0] and "was not written by process 1" in found[0]["failed"][0]
     assert "no more space" in found[1]["failed"][0] and "SaveFailed" in found[1]["failed"][1]
     assert [path.name for path in (folder / "checkpoints" / "3 2x2x2").iterdir()] == ["3"], "nothing is left"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_in_a_save_leaves_what_was_there(tmp_path):
+    saved = tmp_path / "saved"
+    with workers(tmp_path, "killed_process_worker.py", [saved, saved]) as (started, logs):
+        assert started[1].wait(LIMIT) == -signal.SIGKILL, logs[1].read_text()
+        assert started[0].wait(LIMIT) != 0, "the other one does not go on as if it had been saved"
+    layout, state = layout_of(1, "8"), random_state(layout_of(1, "8"), 5)
+    with Checkpointer(saved) as checkpointer:
+        assert checkpointer.steps == [1]
+        assert held(checkpointer.restore(TX, layout, **OTHERS).state, layout) == held(state, layout)
+        checkpointer.save(2, state, TX, layout)
+    assert sorted(path.name for path in saved.iterdir()) == ["1", "2"]
