@@ -369,6 +369,7 @@ def test_plain_orbax_places_it(saved):
     assert x.sharding == sharding and np.asarray(x).tobytes() == wanted["params['even']"][2]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what orbax leaves running then
 def test_plain_orbax_finds_a_flipped_bit(saved, tmp_path):
     """The checksum of a chunk is part of the array; this is what the choice of codecs in `orbax_format` is for."""
     shutil.copytree(saved[0], tmp_path / "c")

@@ -329,7 +329,8 @@ class Checkpointer:
                 f"restore: only={only} and on_missing={on_missing!r} may leave something to be made afresh; pass "
                 f"init=lambda: jzero.init(init_params, tx, layout, ...)."
             )
-        folder, manifest = self._open(step)
+        number, manifest = self._open(step)
+        folder = self.path(number)
         wanted = parts.wants(tx, layout, only, key=key, model_state=model_state, loss_scale=loss_scale)
         entries = [entry for entry in manifest.leaves if entry.path[0] in only]
         options = {"on_missing": on_missing, "on_extra": on_extra, "cast": cast}
@@ -350,7 +351,7 @@ class Checkpointer:
                 fields[part] = treedef.unflatten(leaves)
         state = TrainState(**fields)
         _check_scale(folder, state, loss_scale)
-        return Restored(state, _step_of(manifest), manifest.data, manifest.metrics)
+        return Restored(state, number, manifest.data, manifest.metrics)
 
     def restore_params(
         self, layout: Layout, *, step: int | Literal["latest", "best"] = "latest", cast: bool = False
@@ -367,15 +368,16 @@ class Checkpointer:
             CheckpointMismatch: It does not hold what is wanted; every leaf that does not fit is named.
             CorruptCheckpoint: A file is missing or was changed.
         """
-        folder, manifest = self._open(step)
+        number, manifest = self._open(step)
+        folder = self.path(number)
         wants = list(parts.each(parts.wants(None, layout, ("params",))))
         entries = [entry for entry in manifest.leaves if entry.path[0] == "params"]
         pairs, _ = fit(str(folder), entries, wants, on_missing="error", on_extra="error", cast=cast)
         manifest.check_small(folder)
         return parts.params_of(list(read.arrays(folder, manifest, pairs)), layout)[0]
 
-    def _open(self, step: int | Literal["latest", "best"]) -> tuple[Path, Manifest]:
-        """The folder and the manifest of a checkpoint, when the save before has come to its end."""
+    def _open(self, step: int | Literal["latest", "best"]) -> tuple[int, Manifest]:
+        """The step and the manifest of a checkpoint, when the save before has come to its end."""
         self.wait()
         if step in ("latest", "best"):
             found = self.latest if step == "latest" else self.best_step
@@ -385,7 +387,7 @@ class Checkpointer:
             step = found
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"restore: step={step!r}; wanted a step, 'latest' or 'best'.")
-        return self.path(step), self.manifest(step)
+        return step, self.manifest(step)
 
 
 def _taken(copies: SimpleQueue) -> Iterator[Piece]:
@@ -449,7 +451,3 @@ def _check_scale(folder, state, loss_scale) -> None:
                 f"than {loss_scale}. Pass that one, or leave it out of only= to start with this one."
             ],
         )
-
-
-def _step_of(manifest: Manifest) -> int:
-    return 0 if manifest.step is None else manifest.step
