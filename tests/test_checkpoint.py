@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -210,17 +211,20 @@ def test_wide_leaves(tmp_path, x64):
         assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def test_an_asynchronous_save_keeps_what_it_was_given(tmp_path):
-    """The state is donated to the next step while it is written."""
-    layout = jzero.zero({"w": jnp.ones(1 << 16)}, stage=3, mesh=jzero.make_mesh(data=8))
-    tx = optax.sgd(1.0)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_asynchronous_save_keeps_what_it_was_given(tmp_path, monkeypatch, stage):
+    """The state is donated to the next steps before any of it is written."""
+    layout = jzero.zero({"w": jnp.ones(1 << 16)}, stage=stage, mesh=jzero.make_mesh(data=8))
+    tx, go, write = optax.sgd(1.0), threading.Event(), store.write
     state = jzero.init(lambda: {"w": jnp.full(1 << 16, 5.0)}, tx, layout)
     step = jzero.train_step(lambda params, x: jnp.sum(params["w"]) * jnp.mean(x), tx, layout)
+    monkeypatch.setattr(store, "write", lambda *args: write(*args) if go.wait(60) else 1 / 0)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, tx, layout)
         for _ in range(3):
             state, _ = step(state, layout.put_batch(np.ones(8, np.float32)))
-        assert float(state.params["w"][0]) == 2
+        assert float(state.params["w"][0]) == 2 and not checkpointer.steps
+        go.set()
         assert np.all(np.asarray(checkpointer.restore_params(layout)["w"]) == 5)
 
 

@@ -85,7 +85,7 @@ def test_training_is_that_of_one_process(results, run, stage, axes):
 
 
 def test_each_process_sees_the_same_losses(results):
-    first, second = results
+    first, second = ({name: one for name, one in result.items() if name != "checkpoints"} for result in results)
     assert first == second
 
 
