@@ -393,7 +393,7 @@ def test_interrupting_a_run_keeps_metrics_and_plot(folder, tmp_path):
 
 def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys, monkeypatch):
     options = ["--data", str(folder), "--steps", "6", "--batch-size", "8", "--sample", "0", "--eval-every", "2"]
-    options += ["--save-every", "2", "--min-shard-size", "64", "--precision", "bf16"]
+    options += ["--save-every", "2", "--min-shard-size", "64", "--precision", "bf16", "--devices", "2"]
 
     def run(name, *more):
         return main([*TINY, *options, *more, "--out", str(tmp_path / name)])
@@ -426,7 +426,7 @@ def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys,
     assert whole == again and len(whole) == 3
     assert [row["status"] for row in rows_of(tmp_path / "stopped", "summary")] == ["finished"]
 
-    assert run("moved", "--resume", "--mesh", "data=2,model=2", "--stage", "1") == 0
+    assert run("moved", "--resume", "--devices", "4", "--mesh", "data=2,model=2", "--stage", "1") == 0
     np.testing.assert_allclose(losses("moved"), losses("whole"), rtol=2e-2)
     assert losses("moved")[:3] == losses("whole")[:3]
 
