@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from orbax.checkpoint import multihost
 
 TIMEOUT = 600.0
 """Seconds that a process waits for the others."""
@@ -29,6 +28,10 @@ class Processes:
         """Those of `jax.distributed`. They wait through its coordinator, not on devices: threads beside a training
         step may do so as well.
         """
+        if jax.process_count() == 1:
+            return cls()
+        from orbax.checkpoint import multihost  # a quarter of a second, for runs that need it
+
         wait = multihost.get_barrier_sync_fn()
         return cls(
             jax.process_index(),
