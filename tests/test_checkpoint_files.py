@@ -236,6 +236,7 @@ def test_half_a_checkpoint_is_never_taken_for_one(saved, tmp_path):
     shutil.copytree(folder / "1", folder / "7.jzero-tmp")
     shutil.copytree(folder / "1", folder / "8")
     (folder / "8" / "jzero.json").unlink()
+    shutil.copytree(folder / "1", folder / "007")
     checkpointer = Checkpointer(folder, async_=False)
     with pytest.warns(UserWarning, match=r"8 has no jzero.json"):
         assert checkpointer.steps == [1]

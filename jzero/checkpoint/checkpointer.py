@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ import jax
 import optax
 
 from jzero.checkpoint import cut, parts, read, write
-from jzero.checkpoint.errors import CheckpointMismatch, SaveFailed
+from jzero.checkpoint.errors import CheckpointMismatch
 from jzero.checkpoint.fit import fit
 from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.names import shown
@@ -26,6 +27,7 @@ from jzero.layout import Layout
 from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.state import TrainState
 
+_STEP = re.compile("0|[1-9][0-9]*")
 _prunes = itertools.count()  # names barriers
 
 
@@ -125,7 +127,7 @@ class Checkpointer:
         """
         if not self.directory.is_dir():
             return []
-        named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        named = [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
         for path in named:
             if not (path / FILE).is_file():
                 warnings.warn(
@@ -209,7 +211,7 @@ class Checkpointer:
         only = _parts("save", only)
         try:
             self.wait()
-        except SaveFailed as error:
+        except Exception as error:  # whatever it was, this save may go well
             warnings.warn(f"The save before step {step} failed: {error}", stacklevel=2)
         sources = cut.sources(parts.items(state, tx, layout, only))
         manifest = Manifest(
