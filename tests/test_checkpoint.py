@@ -69,7 +69,7 @@ def states():
 
 
 def round_trip(states, folder, pairs, monkeypatch):
-    monkeypatch.setattr(cut, "LARGEST", 128)  # bytes: most leaves have several chunks
+    monkeypatch.setattr(cut, "LARGEST", 256)  # bytes: the larger leaves have several chunks
     wanted: dict = {}
     with Checkpointer(folder, async_=False) as checkpointer:
         for source in sorted({source for source, _ in pairs}):

@@ -391,20 +391,22 @@ def test_interrupting_a_run_keeps_metrics_and_plot(folder, tmp_path):
     assert summary["status"] == "interrupted" and summary["steps"] == len(rows_of(out, "train")) >= 3
 
 
-def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys, monkeypatch):
-    options = ["--data", str(folder), "--steps", "6", "--batch-size", "8", "--sample", "0", "--eval-every", "2"]
-    options += ["--save-every", "2", "--min-shard-size", "64", "--precision", "bf16", "--devices", "2"]
+RESUMED = ["--steps", "5", "--batch-size", "8", "--sample", "0", "--eval-every", "2", "--save-every", "2"]
+RESUMED += ["--min-shard-size", "64", "--devices", "2"]
 
-    def run(name, *more):
-        return main([*TINY, *options, *more, "--out", str(tmp_path / name)])
 
-    def losses(name):
-        rows = rows_of(tmp_path / name, "train")
-        assert [row["step"] for row in rows] == list(range(1, 7))
-        return [(row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+def resumed(folder, out, *more):
+    return main([*TINY, *RESUMED, "--data", str(folder), *more, "--out", str(out)])
 
-    assert run("whole") == 0
-    assert sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()) == ["4", "6"]
+
+def losses(out):
+    rows = rows_of(out, "train")
+    assert [row["step"] for row in rows] == list(range(1, 6))
+    return [(row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def stop(folder, out, monkeypatch, *more):
+    """A run that gets a signal in its third step."""
     draw = data.sample_batch
 
     def stopped(text, *, step, **more):
@@ -413,34 +415,51 @@ def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys,
         return draw(text, step=step, **more)
 
     monkeypatch.setattr("experiments.gpt.train.sample_batch", stopped)
-    assert run("stopped") == 128 + signal.SIGTERM
+    assert resumed(folder, out, *more) == 128 + signal.SIGTERM
     monkeypatch.undo()
+    assert len(rows_of(out, "train")) == 3
+
+
+def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "stopped"
+    assert resumed(folder, whole) == 0
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["4", "5"]
+    stop(folder, out, monkeypatch)
     assert "Interrupted after step 3. Saved; go on with --out" in capsys.readouterr().out
-    assert len(rows_of(tmp_path / "stopped", "train")) == 3
-    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
-
-    assert run("stopped", "--resume") == 0
-    assert "Goes on after step 3" in capsys.readouterr().out
-    assert losses("stopped") == losses("whole")
-    whole, again = (rows_of(tmp_path / name, "validation") for name in ("whole", "stopped"))
-    assert whole == again and len(whole) == 3
-    assert [row["status"] for row in rows_of(tmp_path / "stopped", "summary")] == ["finished"]
-
-    assert run("moved", "--resume", "--devices", "4", "--mesh", "data=2,model=2", "--stage", "1") == 0
-    np.testing.assert_allclose(losses("moved"), losses("whole"), rtol=2e-2)
-    assert losses("moved")[:3] == losses("whole")[:3]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "3"]
 
     for more, words in [
         (["--lr", "1"], "was started with --lr 0.003 (now 1.0). Use the same."),
         (["--overwrite"], "leave --overwrite and --compare-stages out"),
     ]:
         with pytest.raises(SystemExit):
-            run("moved", "--resume", *more)
+            resumed(folder, out, "--resume", *more)
         assert words in capsys.readouterr().err
     (folder / "more.txt").write_text("another text" * 100)
     with pytest.raises(SystemExit):
-        run("moved", "--resume")
+        resumed(folder, out, "--resume")
     assert "was trained on another text" in capsys.readouterr().err
+    (folder / "more.txt").unlink()
+
+    assert resumed(folder, out, "--resume") == 0
+    assert "Goes on after step 3" in capsys.readouterr().out
+    assert losses(out) == losses(whole)
+    assert rows_of(out, "validation") == rows_of(whole, "validation") and len(rows_of(out, "validation")) == 3
+    assert [row["status"] for row in rows_of(out, "summary")] == ["finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
+def test_a_run_goes_on_at_another_stage_and_mesh(folder, tmp_path, monkeypatch, precision):
+    whole, out, more = tmp_path / "whole", tmp_path / "moved", ["--precision", precision]
+    assert resumed(folder, whole, *more) == 0
+    stop(folder, out, monkeypatch, *more)
+    shutil.copytree(out, tmp_path / "same")
+    assert resumed(folder, out, *more, "--resume", "--devices", "4", "--mesh", "data=2,model=2", "--stage", "1") == 0
+    np.testing.assert_allclose(losses(out), losses(whole), rtol=1e-4 if precision == "fp32" else 3e-2)
+    assert losses(out)[:3] == losses(whole)[:3]
+    assert resumed(folder, tmp_path / "same", *more, "--resume") == 0
+    assert losses(tmp_path / "same") == losses(whole)
 
 
 def test_compare_stages_against_one_device(folder, tmp_path, capsys):
