@@ -1,6 +1,6 @@
 """ZeRO for JAX: parameters, gradients and optimizer state stored once instead of N times."""
 
-from jzero import bandwidth, memory, program
+from jzero import bandwidth, checkpoint, memory, program
 from jzero.audit import Audit, BrokenPromise, audit
 from jzero.estimate import estimate
 from jzero.explain import explain
@@ -34,6 +34,7 @@ __all__ = [
     "apply_gradients",
     "audit",
     "bandwidth",
+    "checkpoint",
     "combine",
     "compiler_options",
     "estimate",

@@ -1,5 +1,6 @@
 """One process of `test_processes`: trains on its own part of the batches, and writes what came as JSON."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import numpy as np
 import optax
 
 import jzero
+from jzero.checkpoint import Checkpointer, cut
 
 STEPS, EXAMPLES = 3, 16
+PROCESS_CONFIGS = [(1, "8"), (3, "2,2,2")]
 
 
 def init_params(key):
@@ -68,12 +71,63 @@ def refusal():
     return "no error"
 
 
-def main(address, process, processes, out):
+def checkpoints(folder):
+    """Saves from both processes, restores what one process has saved, and says what came of each.
+
+    A save of which one process fails is given up by both.
+    """
+    from tests.checkpoints import (  # makes arrays, so not before JAX is set up
+        OTHERS,
+        TX,
+        digest,
+        layout_of,
+        random_state,
+    )
+
+    found, pieces = {}, cut.pieces
+
+    def failing(source, process):
+        yield from pieces(source, process)
+        raise OSError("no more space")
+
+    for stage, mesh in PROCESS_CONFIGS:
+        layout = layout_of(stage, mesh)
+        state = random_state(layout, 5)
+        name = f"{stage} {mesh}"
+        with Checkpointer(folder / name.replace(",", "x"), keep=1, timeout=60) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, state, TX, layout, data={"of": jax.process_index()})
+            restored = checkpointer.restore(TX, layout, **OTHERS)
+            found[name] = {"own": digest(restored.state) == digest(state), "data": restored.data}
+            if stage == 3:
+                checkpointer.save(3, state, TX, layout, only=("params",))
+                checkpointer.wait()
+                cut.pieces = failing if jax.process_index() else pieces
+                found[name]["failed"] = []
+                save = functools.partial(checkpointer.save, 4, state, TX, layout, only=("params",))
+                for work in (save, checkpointer.wait):
+                    try:
+                        work()
+                    except Exception as error:
+                        found[name]["failed"].append(f"{type(error).__name__}: {error}")
+                cut.pieces = pieces
+                found[name]["steps"] = checkpointer.steps
+        alone = Checkpointer(folder / "alone").restore(TX, layout, **OTHERS)
+        found[name]["alone"] = digest(alone.state) == digest(state)
+    return found
+
+
+def start(address, process, processes):
     jax.config.update("jax_num_cpu_devices", 8 // processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=processes, process_id=process)
     assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (processes, 8, 8 // processes)
+
+
+def main(address, process, processes, out):
+    start(address, process, processes)
     result = {
+        "checkpoints": checkpoints(Path(out).parent / "checkpoints"),
         "refusal": refusal(),
         "1": train(1, process, processes, data=8),
         "3": train(3, process, processes, data=8),

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -388,6 +389,77 @@ def test_interrupting_a_run_keeps_metrics_and_plot(folder, tmp_path):
     assert (out / "loss.png").exists()
     (summary,) = rows_of(out, "summary")
     assert summary["status"] == "interrupted" and summary["steps"] == len(rows_of(out, "train")) >= 3
+
+
+RESUMED = ["--steps", "5", "--batch-size", "8", "--sample", "0", "--eval-every", "2", "--save-every", "2"]
+RESUMED += ["--min-shard-size", "64", "--devices", "2"]
+
+
+def resumed(folder, out, *more):
+    return main([*TINY, *RESUMED, "--data", str(folder), *more, "--out", str(out)])
+
+
+def losses(out):
+    rows = rows_of(out, "train")
+    assert [row["step"] for row in rows] == list(range(1, 6))
+    return [(row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def stop(folder, out, monkeypatch, *more):
+    """A run that gets a signal in its third step."""
+    draw = data.sample_batch
+
+    def stopped(text, *, step, **more):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(text, step=step, **more)
+
+    monkeypatch.setattr("experiments.gpt.train.sample_batch", stopped)
+    assert resumed(folder, out, *more) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    assert len(rows_of(out, "train")) == 3
+
+
+def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "stopped"
+    assert resumed(folder, whole) == 0
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["4", "5"]
+    stop(folder, out, monkeypatch)
+    assert "Interrupted after step 3. Saved; go on with --out" in capsys.readouterr().out
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "3"]
+
+    for more, words in [
+        (["--lr", "1"], "was started with --lr 0.003 (now 1.0). Use the same."),
+        (["--overwrite"], "leave --overwrite and --compare-stages out"),
+    ]:
+        with pytest.raises(SystemExit):
+            resumed(folder, out, "--resume", *more)
+        assert words in capsys.readouterr().err
+    (folder / "more.txt").write_text("another text" * 100)
+    with pytest.raises(SystemExit):
+        resumed(folder, out, "--resume")
+    assert "was trained on another text" in capsys.readouterr().err
+    (folder / "more.txt").unlink()
+
+    assert resumed(folder, out, "--resume") == 0
+    assert "Goes on after step 3" in capsys.readouterr().out
+    assert losses(out) == losses(whole)
+    assert rows_of(out, "validation") == rows_of(whole, "validation") and len(rows_of(out, "validation")) == 3
+    assert [row["status"] for row in rows_of(out, "summary")] == ["finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
+def test_a_run_goes_on_at_another_stage_and_mesh(folder, tmp_path, monkeypatch, precision):
+    whole, out, more = tmp_path / "whole", tmp_path / "moved", ["--precision", precision]
+    assert resumed(folder, whole, *more) == 0
+    stop(folder, out, monkeypatch, *more)
+    shutil.copytree(out, tmp_path / "same")
+    assert resumed(folder, out, *more, "--resume", "--devices", "4", "--mesh", "data=2,model=2", "--stage", "1") == 0
+    np.testing.assert_allclose(losses(out), losses(whole), rtol=1e-4 if precision == "fp32" else 3e-2)
+    assert losses(out)[:3] == losses(whole)[:3]
+    assert resumed(folder, tmp_path / "same", *more, "--resume") == 0
+    assert losses(tmp_path / "same") == losses(whole)
 
 
 def test_compare_stages_against_one_device(folder, tmp_path, capsys):

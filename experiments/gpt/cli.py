@@ -15,7 +15,9 @@ from experiments.gpt.config import Config, Precision, parse_loss_scale, parse_me
 from experiments.gpt.job import build
 from experiments.gpt.ngram import ByteTrigrams
 from experiments.gpt.record import Record
+from experiments.gpt.resume import checkpointer, resume
 from experiments.gpt.train import train
+from jzero.checkpoint import CorruptCheckpoint
 from jzero.cli.options import parsed
 
 COMPARE_STEPS = 5
@@ -37,6 +39,7 @@ examples:
   python -m experiments.gpt --mesh data=4,model=2      tensor parallelism within pairs, beside the stage
   python -m experiments.gpt --precision bf16           float32 master weights, all else in bfloat16
   python -m experiments.gpt --data ~/my/notes          your own text: a file, or every text file of a folder
+  python -m experiments.gpt --out runs/a --resume      begins, and whenever it was stopped goes on where it was
   JAX_PLATFORMS=cpu python -m experiments.gpt          simulated devices, even where there are accelerators"""
 
 
@@ -98,14 +101,17 @@ def parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("output")
     option(group, int, "eval_every", "steps between validations on a part of the held-out text; 0: only at the end")
+    option(group, int, "save_every", "steps between checkpoints, beside one at the end or when stopped; 0: none")
     option(group, int, "sample", "bytes to generate at the end; 0: none")
     text = f"what they go on from (default: {Config.prompt!r})"
     group.add_argument("--prompt", default=Config.prompt, metavar="TEXT", help=text)
     option(group, float, "temperature", "of the sample; 0 takes the likeliest byte")
-    text = "folder for config.json, metrics.jsonl and loss.png (default: a new one under runs/)"
+    text = "folder for config.json, metrics.jsonl, loss.png and checkpoints (default: a new one under runs/)"
     group.add_argument("--out", type=Path, metavar="DIR", help=text)
     text = "replace the run that --out holds, instead of refusing"
     group.add_argument("--overwrite", action="store_true", help=text)
+    text = "go on from the last checkpoint of the run that --out holds, at any stage and mesh; if there is none, begin"
+    group.add_argument("--resume", action="store_true", help=text)
     text = "train the same few steps at stages 0 to 3, print them side by side, and stop"
     group.add_argument("--compare-stages", action="store_true", help=text)
     text = "print what stages 0 to 3 would take, and where each leaf lives and is gathered; train nothing"
@@ -119,8 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns an exit code."""
     command = parser()
     options = vars(command.parse_args(argv))
-    out, overwrite, comparing = (options.pop(name) for name in ("out", "overwrite", "compare_stages"))
+    out, overwrite, resuming, comparing = (
+        options.pop(name) for name in ("out", "overwrite", "resume", "compare_stages")
+    )
     planning, auditing = (options.pop(name) for name in ("plan", "audit"))
+    named, out = out is not None, out or _new_folder()
     if options["steps"] is None:
         options["steps"] = COMPARE_STEPS if comparing else Config.steps
     console = Console()
@@ -133,8 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report.show_plan(console, config, job)
         text = data.load(config.data)
         data.check(text, config.context)
-        record = Record(out or _new_folder(), config, overwrite=overwrite)
-    except (ValueError, OSError) as error:
+        if resuming and (overwrite or comparing):
+            raise ValueError("--resume goes on with a run; leave --overwrite and --compare-stages out.")
+        if resuming and not named:
+            raise ValueError("--resume goes on with the run of a folder; name it with --out.")
+        saved = checkpointer(out, config)
+        restored = resume(saved, job, config, text) if resuming else None
+        record = Record(out, config, overwrite=overwrite or resuming, upto=restored.step if restored else 0)
+    except (ValueError, OSError, CorruptCheckpoint) as error:
         command.exit(2, f"{command.prog}: error: {error}\n")
     console.print(devices.describe(mesh))
     if comparing:
@@ -142,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.show_placements(console, job)
     yardstick = ByteTrigrams(text.train).bits_per_byte(text.held_out)
     report.show_text(console, text, yardstick)
-    return train(config, job, text, yardstick, record, console, auditing=auditing)
+    with saved:
+        return train(config, job, text, yardstick, record, saved, restored, console, auditing=auditing)
 
 
 def _new_folder() -> Path:

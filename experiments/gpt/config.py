@@ -35,6 +35,7 @@ class Config:
         clip: Largest norm of the gradients; 0 turns clipping off.
         seed: Seeds the params, the batches and the sample.
         eval_every: Steps between validations on a part of the held-out text; 0: only at the end.
+        save_every: Steps between checkpoints, beside those at the end and when a run is stopped; 0: none at all.
         sample: Bytes of text to generate at the end; 0: none.
         prompt: What the generated text goes on from.
         temperature: Of the generated text; 0 takes the likeliest byte.
@@ -62,6 +63,7 @@ class Config:
     clip: float = 1.0
     seed: int = 0
     eval_every: int = 100
+    save_every: int = 100
     sample: int = 400
     prompt: str = "def "
     temperature: float = 0.8
@@ -69,10 +71,19 @@ class Config:
     def __post_init__(self):
         for name in ("layers", "width", "heads", "context", "steps", "batch_size", "microbatches"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{_option(name)} {getattr(self, name)}: wanted 1 or more.")
-        for name in ("min_shard_size", "weight_decay", "clip", "seed", "eval_every", "sample", "temperature"):
+                raise ValueError(f"{option_name(name)} {getattr(self, name)}: wanted 1 or more.")
+        for name in (
+            "min_shard_size",
+            "weight_decay",
+            "clip",
+            "seed",
+            "eval_every",
+            "save_every",
+            "sample",
+            "temperature",
+        ):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{_option(name)} {getattr(self, name)}: wanted 0 or more.")
+                raise ValueError(f"{option_name(name)} {getattr(self, name)}: wanted 0 or more.")
         if self.precision not in get_args(Precision):
             raise ValueError(f"--precision {self.precision}: wanted one of {', '.join(get_args(Precision))}.")
         if not (self.loss_scale in ("dynamic", None) or 0 <= self.loss_scale < float("inf")):
@@ -91,7 +102,7 @@ class Config:
         for name in ("heads", "context"):
             if self.model_shards > 0 and getattr(self, name) % self.model_shards:
                 raise ValueError(
-                    f"{_option(name)} {getattr(self, name)} does not divide over the model axis of size "
+                    f"{option_name(name)} {getattr(self, name)} does not divide over the model axis of size "
                     f"{self.model_shards}; use a multiple, or another --mesh."
                 )
         if self.sample and not self.prompt:
@@ -162,5 +173,6 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(axes.items())
 
 
-def _option(name: str) -> str:
+def option_name(name: str) -> str:
+    """A field of `Config` as it is written on the command line."""
     return "--" + name.replace("_", "-")

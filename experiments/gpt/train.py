@@ -3,7 +3,6 @@
 import contextlib
 import math
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +22,9 @@ from experiments.gpt.evaluate import make_evaluate
 from experiments.gpt.job import Job
 from experiments.gpt.plot import plot_loss
 from experiments.gpt.record import Record
+from experiments.gpt.resume import position
 from experiments.gpt.sample import generate, printable
+from jzero.checkpoint import Checkpointer, Restored, SaveFailed
 
 QUICK_WINDOWS = 512
 """Held-out windows of the validations on the way, evenly spaced; the last validation takes all."""
@@ -34,12 +35,26 @@ def batch_of(config: Config, text: Text, step: int) -> np.ndarray:
     return sample_batch(text.train, batch_size=config.batch_size, context=config.context, seed=config.seed, step=step)
 
 
+class Stopped(Exception):
+    """A signal has asked the run to stop.
+
+    Attributes:
+        signal: Which one.
+        step: The step after which it did.
+    """
+
+    def __init__(self, signum: int, step: int):
+        self.signal, self.step = signum, step
+
+
 def train(
     config: Config,
     job: Job,
     text: Text,
     yardstick: float,
     record: Record,
+    saved: Checkpointer,
+    restored: Restored | None,
     console: Console,
     *,
     auditing: bool = False,
@@ -49,16 +64,19 @@ def train(
     With `auditing` it audits the step after the first one.
 
     Returns:
-        An exit code: 0; 1 if the loss is no longer a number; 130 if it was interrupted.
+        An exit code: 0; 1 if the loss is no longer a number, or the last checkpoint could not be saved; 128 and the
+        signal's number if one has stopped it.
     """
     began = time.perf_counter()
     held_out = windows(text.held_out, config.context)
     bits, code, status = None, 0, "finished"
-    state = job.init(config.seed)
+    state, start = (job.init(config.seed), 0) if restored is None else (restored.state, restored.step)
     report.show_bytes(console, config, job, state)
+    if start:
+        console.print(f"Goes on after step {start}, from {saved.path(start)}.", soft_wrap=True)
     try:
         evaluate = make_evaluate(job, config.batch_size)
-        state = _steps(config, job, text, state, evaluate, held_out, record, console, auditing)
+        state = _steps(config, job, text, state, start, evaluate, held_out, record, saved, console, auditing)
         with console.status(f"Validation on all {len(text.held_out):,} held-out bytes"):
             bits = evaluate(state.params, held_out)
         record.add("validation", step=config.steps, bits_per_byte=bits, windows=len(held_out))
@@ -69,9 +87,16 @@ def train(
         )
         if config.sample:
             _show_sample(config, job, state, console)
+    except Stopped as stopped:
+        there = f" Saved; go on with --out {record.folder} --resume." if config.save_every else ""
+        console.print(f"Interrupted after step {stopped.step}.{there}", soft_wrap=True)
+        code, status = 128 + stopped.signal, "interrupted"
     except KeyboardInterrupt:
         console.print("Interrupted.")
-        code, status = 130, "interrupted"
+        code, status = 128 + signal.SIGINT, "interrupted"
+    except SaveFailed as error:
+        console.print(f"[red]Stopped:[/] {error}")
+        code, status = 1, "not saved"
     except FloatingPointError as error:
         console.print(f"[red]Stopped:[/] {error}")
         code, status = 1, "diverged"
@@ -82,32 +107,38 @@ def train(
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """Sets the event at the first Ctrl-C, so that no step is cut in two; the second one interrupts at once."""
-    asked = threading.Event()
+def interrupts() -> Iterator[list[int]]:
+    """Notes the first Ctrl-C or SIGTERM, so that no step is cut in two; the second one stops the run at once."""
+    asked: list[int] = []
 
     def ask(signum, frame):
-        asked.set()
-        signal.signal(signal.SIGINT, before)
+        asked.append(signum)
+        restore()
 
-    before = signal.signal(signal.SIGINT, ask)
+    def restore():
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
-def _steps(config, job, text, state, evaluate, held_out, record, console, auditing) -> jzero.TrainState:
+def _steps(config, job, text, state, start, evaluate, held_out, record, saved, console, auditing) -> jzero.TrainState:
     some = held_out[:: math.ceil(len(held_out) / QUICK_WINDOWS)]
     tokens, recent = config.batch_size * config.context, deque(maxlen=20)
-    with report.progress_bar(console) as progress, interrupts() as interrupted:
-        bar = progress.add_task("", total=config.steps, loss=math.nan, bits=math.nan, speed=0, norm=math.nan, scale="")
-        for step in range(config.steps):
-            start = time.perf_counter()
+    with report.progress_bar(console) as progress, interrupts() as asked:
+        bar = progress.add_task(
+            "", total=config.steps, completed=start, loss=math.nan, bits=math.nan, speed=0, norm=math.nan, scale=""
+        )
+        for step in range(start, config.steps):
+            began = time.perf_counter()
             batch = job.layout.put_batch(batch_of(config, text, step))
             state, metrics = job.step(state, batch)
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            seconds, bits = time.perf_counter() - start, loss / math.log(2)
+            seconds, bits = time.perf_counter() - began, loss / math.log(2)
             record.add(
                 "train",
                 step=step + 1,
@@ -123,7 +154,7 @@ def _steps(config, job, text, state, evaluate, held_out, record, console, auditi
             )
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss of step {step + 1} is {loss}; try a lower --lr or a lower --clip.")
-            if step:
+            if step > start:
                 recent.append(seconds)
             else:
                 console.print(f"Compiled, and made the first step, in {seconds:.1f} s.")
@@ -141,8 +172,13 @@ def _steps(config, job, text, state, evaluate, held_out, record, console, auditi
                     f"step {step + 1}: batch {bits:.3f}, held out {quick:.3f} bits per byte "
                     f"({len(some)} of {len(held_out)} windows)"
                 )
-            if interrupted.is_set():
-                raise KeyboardInterrupt
+            stopped = asked[0] if asked else None
+            if config.save_every and (stopped or step + 1 == config.steps or saved.due(step + 1)):
+                saved.save(step + 1, state, job.tx, job.layout, data=position(config, text, step + 1))
+            if stopped:
+                saved.wait()
+                raise Stopped(stopped, step + 1)
+        saved.wait()
     return state
 
 

@@ -1,0 +1,4 @@
+"""What saving and restoring cost: `python -m experiments.bench_checkpoint --help`.
+
+`measure` does one thing in a process of its own and says how much memory and time it took; `cli` asks for them all.
+"""

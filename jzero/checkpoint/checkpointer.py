@@ -1,0 +1,455 @@
+"""`Checkpointer`: a run's folder of checkpoints, one for each step that was saved."""
+
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple
+
+import jax
+import optax
+
+from jzero.checkpoint import cut, parts, read, write
+from jzero.checkpoint.errors import CheckpointMismatch
+from jzero.checkpoint.fit import fit
+from jzero.checkpoint.manifest import FILE, Manifest
+from jzero.checkpoint.names import shown
+from jzero.checkpoint.parts import PARTS
+from jzero.checkpoint.processes import TIMEOUT, Processes
+from jzero.checkpoint.store import Piece
+from jzero.layout import Layout
+from jzero.loss_scale import DynamicLossScale, as_loss_scale
+from jzero.state import TrainState
+
+_STEP = re.compile("0|[1-9][0-9]*")
+_prunes = itertools.count()  # names barriers
+
+
+class Restored(NamedTuple):
+    """What `Checkpointer.restore` returns.
+
+    Attributes:
+        state: The state, placed as the layout says.
+        step: The step that it was saved at.
+        data: The position in the data that was saved with it.
+        metrics: The numbers that were saved with it.
+    """
+
+    state: TrainState
+    step: int
+    data: Any
+    metrics: Mapping[str, float]
+
+
+class Checkpointer:
+    """Saves training states into a folder, and restores them into any layout.
+
+    A state is saved with the logical shapes of its leaves, whatever the stage, the mesh, the padding or the number of
+    processes, so that each can be restored at any stage, on any mesh and by any number of processes, bit for bit, with
+    nothing to convert. See `docs/checkpoints.md` for the format, which plain orbax reads.
+
+    A save appears in the folder all at once, under the number of its step; until then it has another name, which the
+    next save removes if it was never finished. Files have checksums, which are checked as they are read.
+
+    In a run of several processes, each makes a `Checkpointer` of the same folder, which all must see, and calls the
+    same methods in the same order. The folder belongs to one run at a time.
+
+    Args:
+        directory: The folder; the first save makes it.
+        keep: How many checkpoints are kept: the latest ones, and the best one if there is a `best`. None: all.
+        every: `due` is true at each multiple of this step.
+        async_: Whether `save` returns when the state has been copied to the host's memory, and a thread writes it.
+        best: Name of a metric and whether "min" or "max" is best, such as ("loss", "min").
+        timeout: Seconds that processes wait for each other.
+
+    Raises:
+        ValueError: An option that makes no sense.
+
+    Example:
+        >>> import tempfile
+        >>> layout = jzero.zero({"w": jnp.ones(8)}, stage=2, mesh=jzero.make_mesh(data=-1), precision="bf16")
+        >>> state = jzero.init(lambda: {"w": jnp.full(8, 1.001)}, tx := optax.adam(0.1), layout)
+        >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2) as checkpointer:
+        ...     checkpointer.save(100, state, tx, layout, data={"epoch": 3})
+        ...     checkpointer.wait()
+        ...     other = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=4, model=2), precision="bf16")
+        ...     restored = checkpointer.restore(tx, other)
+        >>> restored.step, restored.data, restored.state.params["w"][0]
+        (100, {'epoch': 3}, Array(1.001, dtype=float32))
+    """
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        *,
+        keep: int | None = None,
+        every: int = 1,
+        async_: bool = True,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        timeout: float = TIMEOUT,
+    ):
+        for name, value in (("keep", 1 if keep is None else keep), ("every", every)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Checkpointer: {name}={value!r}; wanted an int of 1 or more.")
+        if best is not None and not (
+            isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max")
+        ):
+            raise ValueError(f"Checkpointer: best={best!r}; wanted a metric and its best end, such as ('loss', 'min').")
+        self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"Checkpointer: {directory} is a file; wanted a folder.")
+        self.keep, self.every, self.async_, self.best, self.timeout = keep, every, async_, best, timeout
+        self._thread = ThreadPoolExecutor(1, "jzero-save") if async_ else None
+        self._pending: tuple[int, Future] | None = None
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Whether a run should save at this step."""
+        return step % self.every == 0
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a whole checkpoint, in order.
+
+        Warns:
+            UserWarning: A folder has the name of a step, and is none: it was made by something else, or damaged.
+        """
+        if not self.directory.is_dir():
+            return []
+        named = [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+        for path in named:
+            if not (path / FILE).is_file():
+                warnings.warn(
+                    f"{path} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.", stacklevel=3
+                )
+        return sorted(int(path.name) for path in named if (path / FILE).is_file())
+
+    @property
+    def latest(self) -> int | None:
+        """The last step of which there is a checkpoint; None if there is none."""
+        return max(self.steps, default=None)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step whose metric is best; the later one of equals. None if none has it, or there is no `best`."""
+        if self.best is None:
+            return None
+        name, end = self.best
+        values = {step: self.manifest(step).metrics.get(name, math.nan) for step in self.steps}
+        values = {step: value if end == "max" else -value for step, value in values.items() if not math.isnan(value)}
+        return max(values, key=lambda step: (values[step], step), default=None)
+
+    def path(self, step: int) -> Path:
+        """The folder of one checkpoint."""
+        return self.directory / str(step)
+
+    def manifest(self, step: int) -> Manifest:
+        """What a checkpoint holds. No array is read.
+
+        Raises:
+            FileNotFoundError: There is none of this step.
+            CorruptCheckpoint: Its manifest was changed.
+        """
+        try:
+            return Manifest.read(self.path(step))
+        except FileNotFoundError as error:
+            has = f"has steps {', '.join(map(str, self.steps))}" if self.steps else "has none"
+            raise FileNotFoundError(f"{error} {self.directory} {has}.") from None
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        tx: optax.GradientTransformation,
+        layout: Layout,
+        *,
+        data: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        only: Sequence[str] = PARTS,
+        overwrite: bool = False,
+    ) -> None:
+        """Saves a state as the checkpoint of a step.
+
+        With `async_` it returns when the state has been copied to the host's memory, up to as much as this process
+        writes: its share of one copy of the state. Then the state may be donated to the next step. Without, it returns
+        when all is on the disk, and takes the memory of a few chunks of 16 MiB. The save before is waited for. No
+        collective runs.
+
+        Args:
+            step: The step; an int of 0 or more.
+            state: The state.
+            tx: The optimizer that it was made with.
+            layout: The layout that it was made with.
+            data: Where the run is in its data, such as {"epoch": 1, "batch": 200}: whatever JSON can hold. Of several
+                processes, what the first one passes.
+            metrics: Numbers to choose the best checkpoint by; that of the first process.
+            only: Parts of the state to save; ("params",) makes a checkpoint to start others from.
+            overwrite: Whether a checkpoint of this step is replaced, in the end.
+
+        Raises:
+            FileExistsError: There is one of this step.
+            SaveFailed: Without `async_`: it could not be written. Those before are as they were.
+            TypeError: `data` is nothing that JSON can hold.
+            ValueError: The state is not of this layout and `tx`.
+
+        Warns:
+            UserWarning: The save before this one failed.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"save: step={step!r}; wanted an int of 0 or more.")
+        only = _parts("save", only)
+        try:
+            self.wait()
+        except Exception as error:  # whatever it was, this save may go well
+            warnings.warn(f"The save before step {step} failed: {error}", stacklevel=2)
+        sources = cut.sources(parts.items(state, tx, layout, only))
+        manifest = Manifest(
+            leaves=tuple(source.entry for source in sources),
+            step=step,
+            data=data,
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            saved_from=_described(layout),
+        )
+        try:
+            manifest.to_json()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"save: data or metrics are nothing that JSON holds: {error}.") from error
+        if self.path(step).exists() and not overwrite:
+            raise FileExistsError(
+                f"{self.path(step)} is there already. Pass overwrite=True to replace it, or save into another folder."
+            )
+        processes = Processes.of_jax(self.timeout)
+        pieces = (piece for source in sources for piece in cut.pieces(source, processes.index))
+        if self._thread is None:
+            self._write(manifest, pieces, processes, overwrite)
+        else:
+            # The thread writes while the rest is copied, and what is written is let go.
+            copies: SimpleQueue = SimpleQueue()
+            written = self._thread.submit(self._write, manifest, _taken(copies), processes, overwrite)
+            self._pending = step, written
+            try:
+                for piece in pieces:
+                    copies.put(cut.snapshot(piece))
+            except BaseException as error:
+                copies.put(error)
+                raise
+            copies.put(None)
+
+    def _write(self, manifest, pieces, processes, overwrite):
+        if processes.index == 0:
+            write.clean(self.directory)
+        write.write(self.path(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
+        if self.keep is not None:
+            if processes.index == 0:
+                best = self.best_step
+                for step in self.steps[: -self.keep]:
+                    if step != best:
+                        write.remove(self.path(step))
+            processes.barrier(f"{next(_prunes)}/pruned/{self.directory}")
+
+    def wait(self) -> None:
+        """Waits until the save that is being written is on the disk.
+
+        Raises:
+            SaveFailed: It could not be written.
+        """
+        if self._pending is not None:
+            (_, future), self._pending = self._pending, None
+            future.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread. `with Checkpointer(...) as checkpointer:` does so by itself.
+
+        Raises:
+            SaveFailed: The last save could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def restore(
+        self,
+        tx: optax.GradientTransformation,
+        layout: Layout,
+        *,
+        step: int | Literal["latest", "best"] = "latest",
+        key: Any = None,
+        model_state: Any = None,
+        loss_scale: float | DynamicLossScale | None = None,
+        only: Sequence[str] = PARTS,
+        init: Callable[[], TrainState] | None = None,
+        on_missing: Literal["error", "init"] = "error",
+        on_extra: Literal["error", "ignore"] = "error",
+        cast: bool = False,
+    ) -> Restored:
+        """Reads a checkpoint into a layout, whatever it was saved from.
+
+        Each process reads what its devices hold, a few chunks at a time; at stages 0 to 2 of a mixed precision the
+        params are then made of the master weights (one all-gather). Everything is checked before any array is read.
+
+        Args:
+            tx: The optimizer of the state that is wanted.
+            layout: The layout of that state.
+            step: Which checkpoint: a step, "latest", or "best" by the metric that `best` names.
+            key: A random key, if the state is to have one; the one that was saved takes its place.
+            model_state: A tree with the shapes and dtypes of the model state, if there is one; what was saved takes its
+                place.
+            loss_scale: The loss scale of the training step, if there is one.
+            only: Parts of the state to read; the others come from `init`. ("params",) starts a new run from the
+                weights of another one.
+            init: Makes a fresh state with this `tx` and layout: `lambda: jzero.init(init_params, tx, layout, ...)`. It
+                is called where something is not read: with `on_missing="init"`, or `only`.
+            on_missing: What becomes of a leaf that is wanted and not in the checkpoint: "error", or "init".
+            on_extra: What becomes of a leaf that is in the checkpoint, among the parts of `only`, and not wanted:
+                "error", or "ignore".
+            cast: Whether floats may be cast to the dtype that is wanted.
+
+        Returns:
+            The state, the step that it was saved at, and what was saved with it.
+
+        Raises:
+            FileNotFoundError: There is no such checkpoint.
+            CheckpointMismatch: It does not hold what is wanted; every leaf that does not fit is named.
+            CorruptCheckpoint: A file is missing or was changed.
+        """
+        only = _parts("restore", only)
+        if (len(only) < len(PARTS) or on_missing == "init") and init is None:
+            raise ValueError(
+                f"restore: only={only} and on_missing={on_missing!r} may leave something to be made afresh; pass "
+                f"init=lambda: jzero.init(init_params, tx, layout, ...)."
+            )
+        number, manifest = self._open(step)
+        folder = self.path(number)
+        wanted = parts.wants(tx, layout, only, key=key, model_state=model_state, loss_scale=loss_scale)
+        entries = [entry for entry in manifest.leaves if entry.path[0] in only]
+        options = {"on_missing": on_missing, "on_extra": on_extra, "cast": cast}
+        pairs, missing = fit(str(folder), entries, list(parts.each(wanted)), **options)
+        manifest.check_small(folder)
+        found: dict[tuple[str, ...], jax.Array] = {}
+        fields: dict[str, Any] = {}
+        if init is not None and (missing or len(only) < len(PARTS)):
+            # Before anything is read, and what is not needed of it goes at once: both are never there together.
+            found, fields = _fresh(init(), tx, layout, only, missing)
+        for (_, want), array in zip(pairs, read.arrays(folder, manifest, pairs), strict=True):
+            found[want.path] = array
+        for part, (treedef, wants) in wanted.items():
+            leaves = [found[want.path] for want in wants]
+            if part == "params":
+                fields["params"], fields["master"] = parts.params_of(leaves, layout)
+            else:
+                fields[part] = treedef.unflatten(leaves)
+        state = TrainState(**fields)
+        _check_scale(folder, state, loss_scale)
+        return Restored(state, number, manifest.data, manifest.metrics)
+
+    def restore_params(
+        self, layout: Layout, *, step: int | Literal["latest", "best"] = "latest", cast: bool = False
+    ) -> Any:
+        """Reads the params alone, as `state.params` has them: to evaluate or to generate with.
+
+        Args:
+            layout: The layout of the params that are wanted.
+            step: As for `restore`.
+            cast: As for `restore`.
+
+        Raises:
+            FileNotFoundError: There is no such checkpoint.
+            CheckpointMismatch: It does not hold what is wanted; every leaf that does not fit is named.
+            CorruptCheckpoint: A file is missing or was changed.
+        """
+        number, manifest = self._open(step)
+        folder = self.path(number)
+        wants = list(parts.each(parts.wants(None, layout, ("params",))))
+        entries = [entry for entry in manifest.leaves if entry.path[0] == "params"]
+        pairs, _ = fit(str(folder), entries, wants, on_missing="error", on_extra="error", cast=cast)
+        manifest.check_small(folder)
+        return parts.params_of(list(read.arrays(folder, manifest, pairs)), layout)[0]
+
+    def _open(self, step: int | Literal["latest", "best"]) -> tuple[int, Manifest]:
+        """The step and the manifest of a checkpoint, when the save before has come to its end."""
+        self.wait()
+        if step in ("latest", "best"):
+            found = self.latest if step == "latest" else self.best_step
+            if found is None:
+                what = f"no checkpoint with the metric {self.best}" if step == "best" else "no checkpoint"
+                raise FileNotFoundError(f"{self.directory} has {what}. Save one first, or name another folder.")
+            step = found
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(f"restore: step={step!r}; wanted a step, 'latest' or 'best'.")
+        return step, self.manifest(step)
+
+
+def _taken(copies: SimpleQueue) -> Iterator[Piece]:
+    """What is put into a queue, up to None."""
+    while (piece := copies.get()) is not None:
+        if isinstance(piece, BaseException):
+            raise piece
+        yield piece
+
+
+def _parts(method: str, only: Sequence[str]) -> tuple[str, ...]:
+    """The parts that are named, in their order."""
+    if isinstance(only, str) or not only or not set(only) <= set(PARTS):
+        raise ValueError(f"{method}: only={only!r}; wanted a list of some of {', '.join(PARTS)}.")
+    return tuple(part for part in PARTS if part in only)
+
+
+def _described(layout: Layout) -> dict[str, Any]:
+    """What a manifest says of a layout."""
+    precision = {
+        name: value if isinstance(value, bool | tuple | str | None) else str(value)
+        for name, value in asdict(layout.precision).items()
+    }
+    return {
+        "mesh": dict(layout.mesh.shape),
+        "data_axes": layout.data_axes,
+        "replica_axes": layout.replica_axes,
+        "processes": jax.process_count(),
+        "stage": asdict(layout.stage),
+        "min_shard_size": layout.min_shard_size,
+        "precision": precision,
+    }
+
+
+def _fresh(state, tx, layout, only, missing) -> tuple[dict[Any, jax.Array], dict[str, Any]]:
+    """Of a fresh state the leaves that are missing, by path, and the parts that are not read."""
+    fields = {part: getattr(state, part) for part in PARTS if part not in only}
+    if "params" not in only:
+        fields["master"] = state.master
+    leaves = {item.path: item.array for item in parts.items(state, tx, layout, only)}
+    absent = [want for want in missing if want.path not in leaves]
+    if absent:
+        raise CheckpointMismatch(
+            "init()",
+            [
+                f"{shown(want.path)}: neither the checkpoint has it nor the state that init() makes. Make both "
+                f"with the same key=, model_state= and loss_scale=."
+                for want in absent
+            ],
+        )
+    return {want.path: leaves[want.path] for want in missing}, fields
+
+
+def _check_scale(folder, state, loss_scale) -> None:
+    """Raises if the loss scale that was read is not one of the kind that was asked for."""
+    if loss_scale is not None and not as_loss_scale(loss_scale).fits(state.loss_scale):
+        raise CheckpointMismatch(
+            str(folder),
+            [
+                f"loss_scale: the checkpoint stands at {float(state.loss_scale.scale):g}, saved by another loss scale "
+                f"than {loss_scale}. Pass that one, or leave it out of only= to start with this one."
+            ],
+        )

@@ -1,0 +1,107 @@
+"""How a leaf becomes an array that tensorstore and orbax can hold, and back, without losing a bit.
+
+| leaf | stored as |
+|---|---|
+| a dtype that zarr 3 knows | itself |
+| any other (uint4, float8_e4m3, ...) | its bits, in unsigned integers of the same number of bytes |
+| a random key | its uint32 words, with one more dim; the implementation's name is in the manifest |
+| an array without elements | nothing; shape and dtype are in the manifest |
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+NATIVE = frozenset(
+    {
+        "bool",
+        "int2",
+        "int4",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+    }
+)
+"""Dtypes that tensorstore writes in zarr 3."""
+
+BITS = frozenset({"uint2", "uint4", "float8_e4m3"})
+"""Dtypes of JAX that it does not, one byte for each element."""
+
+KEY = "key:"
+"""Starts the dtype of a leaf of random keys; the name of the implementation follows."""
+
+
+def name_of(x: Any) -> str:
+    """The dtype of an array as manifests have it, such as "float32" or "key:threefry2x32"."""
+    return KEY + str(jax.random.key_impl(x)) if is_key(x) else str(x.dtype)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array holds random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of numpy that a name stands for.
+
+    Raises:
+        ValueError: No dtype that checkpoints hold.
+    """
+    if name not in NATIVE | BITS:
+        raise ValueError(f"dtype {name!r} is none that a checkpoint of jzero holds.")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def stored_dtype(name: str) -> str:
+    """In which dtype a leaf with elements is stored."""
+    if name.startswith(KEY):
+        return "uint32"
+    return f"uint{8 * dtype_of(name).itemsize}" if name in BITS else str(dtype_of(name))
+
+
+def bits(array: np.ndarray, stored: str) -> np.ndarray:
+    """An array as it is stored. Nothing is copied."""
+    return array if str(array.dtype) == stored else array.view(dtype_of(stored))
+
+
+def values(array: np.ndarray, name: str) -> np.ndarray:
+    """The array that was stored. Nothing is copied."""
+    return array if name.startswith(KEY) or str(array.dtype) == name else array.view(dtype_of(name))
+
+
+def words(x: Any) -> Any:
+    """Random keys as their uint32 words; any other array as it is."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def wrapped(x: jax.Array, name: str) -> jax.Array:
+    """The inverse of `words`."""
+    return jax.random.wrap_key_data(x, impl=name.removeprefix(KEY)) if name.startswith(KEY) else x
+
+
+def nbytes(shape: tuple[int, ...], stored: str) -> int:
+    """Bytes of an array of this stored dtype."""
+    return math.prod(shape) * dtype_of(stored).itemsize

@@ -1,0 +1,41 @@
+"""What goes wrong with a checkpoint: it is damaged, it is not the one that was asked for, or it was not saved."""
+
+from collections.abc import Sequence
+
+SHOWN = 20
+"""How many problems a message spells out; all are in the exception's `problems`."""
+
+
+class CorruptCheckpoint(Exception):
+    """A file of a checkpoint is missing, cut short or changed.
+
+    Attributes:
+        file: Path of the file.
+        leaf: Path of the leaf that it belongs to, such as "params/w"; None if it belongs to all.
+    """
+
+    def __init__(self, file: object, reason: str, leaf: str | None = None):
+        self.file, self.leaf = str(file), leaf
+        whose = f"leaf {leaf}: " if leaf is not None else ""
+        super().__init__(f"{whose}{file} {reason}. Restore an earlier step, or bring this file back from a copy.")
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint does not hold what was asked for.
+
+    Attributes:
+        problems: One sentence for each leaf that does not fit.
+    """
+
+    def __init__(self, what: str, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        count = f"{len(problems)} leaves do" if len(problems) > 1 else "1 leaf does"
+        lines = [f"{what}: {count} not fit."]
+        lines += [f"  {problem}" for problem in problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            lines.append(f"  and {len(problems) - SHOWN} more; all are in the error's `problems`.")
+        super().__init__("\n".join(lines))
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint was not saved; those before it are as they were."""

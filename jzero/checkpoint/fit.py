@@ -1,0 +1,107 @@
+"""What a checkpoint holds, against what was asked for: every leaf that does not fit, at once."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jzero.checkpoint.encoding import KEY, dtype_of
+from jzero.checkpoint.errors import CheckpointMismatch
+from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.names import Path, shown
+from jzero.checkpoint.parts import Want
+
+NEEDED = {
+    "key": "Pass key=, any random key, if the state is to have one",
+    "model_state": "Pass model_state=, a tree of its shapes",
+    "loss_scale": "Pass the loss_scale= of the training step",
+}
+"""What makes `restore` ask for a part that it does not ask for by itself."""
+
+
+def fit(
+    what: str,
+    entries: Sequence[Entry],
+    wants: Iterable[Want],
+    *,
+    on_missing: Literal["error", "init"],
+    on_extra: Literal["error", "ignore"],
+    cast: bool,
+) -> tuple[list[tuple[Entry, Want]], list[Want]]:
+    """Finds for each leaf that is wanted the one to read.
+
+    Args:
+        what: The checkpoint, for messages.
+        entries: The leaves that it has, of the parts that were asked for.
+        wants: The leaves that were asked for.
+        on_missing: Whether a leaf that it does not have is an error, or made afresh.
+        on_extra: Whether a leaf that was not asked for is an error.
+        cast: Whether floats may become other floats.
+
+    Returns:
+        Pairs of what is read and what it becomes; and what has to be made afresh.
+
+    Raises:
+        CheckpointMismatch: Leaves that do not fit, all of them.
+    """
+    for option, value, choices in (
+        ("on_missing", on_missing, ("error", "init")),
+        ("on_extra", on_extra, ("error", "ignore")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{option}={value!r}; wanted {choices[0]!r} or {choices[1]!r}.")
+    have: dict[Path, Entry] = {entry.path: entry for entry in entries}
+    pairs, missing, problems = [], [], []
+    for want in wants:
+        entry = have.pop(want.path, None)
+        if entry is None:
+            missing.append(want)
+        elif problem := _problem(entry, want, cast):
+            problems.append(problem)
+        else:
+            pairs.append((entry, want))
+    if on_missing == "error":
+        problems += [
+            f"{shown(want.path)}: the checkpoint has none; asked for {_described(want.dtype, want.shape)}. "
+            f"To make it afresh, pass on_missing='init' and init=."
+            for want in missing
+        ]
+    if on_extra == "error":
+        problems += [
+            f"{entry.name}: the checkpoint has {_described(entry.dtype, entry.shape)}, which was not asked for. "
+            + (f"{NEEDED[part]}; to leave it, " if (part := entry.path[0]) in NEEDED else "To leave it, ")
+            + "pass on_extra='ignore'."
+            for entry in have.values()
+        ]
+    if problems:
+        raise CheckpointMismatch(what, problems)
+    return pairs, missing
+
+
+def _problem(entry: Entry, want: Want, cast: bool) -> str:
+    has, asked = _described(entry.dtype, entry.shape), _described(want.dtype, want.shape)
+    if entry.shape != want.shape:
+        return (
+            f"{entry.name}: the checkpoint has {has}, asked for {asked}. Make the layout from params of the shapes "
+            f"that were saved."
+        )
+    if entry.dtype == want.dtype:
+        return ""
+    if not _floats(entry.dtype, want.dtype):
+        return f"{entry.name}: the checkpoint has {has}, asked for {asked}, and only floats are cast to floats."
+    if cast:
+        return ""
+    return (
+        f"{entry.name}: the checkpoint has {has}, asked for {asked}. Pass cast=True to cast it, or use the precision "
+        f"that it was saved with."
+    )
+
+
+def _floats(*names: str) -> bool:
+    return not any(name.startswith(KEY) for name in names) and all(
+        jnp.issubdtype(dtype_of(name), jnp.floating) for name in names
+    )
+
+
+def _described(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{shape}"

@@ -1,0 +1,227 @@
+"""`jzero.json`: what a checkpoint holds, and a checksum of each of its files. Written last, it makes it whole."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jzero.checkpoint import encoding
+from jzero.checkpoint.errors import CorruptCheckpoint
+from jzero.checkpoint.names import is_safe, shown
+
+FILE = "jzero.json"
+FORMAT = 1
+ARRAYS = "state"
+"""The folder of the arrays inside of a checkpoint: the item of orbax."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One leaf of a checkpoint, in its logical shape.
+
+    Attributes:
+        path: Where it is in the tree, such as ("params", "blocks", "kernel").
+        folder: The name of its folder: the keys that orbax shows, joined by dots.
+        shape: Its shape in the tree; of random keys without the dim of their words.
+        dtype: Name of its dtype, such as "bfloat16", or "key:" and the implementation of random keys.
+        stored: Name of the dtype that it is stored in; None if it has no elements, and so no folder.
+        stored_shape: The shape that it is stored in.
+        chunk: Shape of a chunk; each is one file.
+        spec: The mesh axes of each dim where it was saved from; None if that is not known.
+    """
+
+    path: tuple[str, ...]
+    folder: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored: str | None
+    stored_shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its path as messages and patterns have it."""
+        return shown(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements as stored."""
+        return 0 if self.stored is None else encoding.nbytes(self.stored_shape, self.stored)
+
+    def file(self, chunk: tuple[int, ...] | None = None) -> str:
+        """Name of the file of one chunk, by its number in each dim; without one, of zarr's description of the array."""
+        inside = "zarr.json" if chunk is None else "/".join(["c", *map(str, chunk)])
+        return f"{ARRAYS}/{self.folder}/{inside}"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Size and checksum of a file.
+
+    Attributes:
+        size: Bytes.
+        check: "sha256:" and the digest of the file; or, for a chunk, "crc32c:" and its last four bytes, which are the
+            checksum of those before, as zarr's codec of that name writes and checks it.
+    """
+
+    size: int
+    check: str
+
+    @classmethod
+    def of_chunk(cls, path: Path) -> "Sum":
+        """That of a chunk which ends with its checksum. Only the last bytes are read."""
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 4))
+            return cls(size, f"crc32c:{file.read()[::-1].hex()}")
+
+    @classmethod
+    def of(cls, path: Path) -> "Sum":
+        """That of any other file."""
+        data = path.read_bytes()
+        return cls(len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        leaves: One entry for each leaf, in the order of the tree.
+        files: By name, relative to the checkpoint, the sum of each of its other files.
+        step: The step that it was saved at; None if it stands for none.
+        data: What the caller saved as the position in the data.
+        metrics: Numbers by which checkpoints can be chosen.
+        saved_from: The mesh, stage, precision and processes that it was saved from; empty if it was made otherwise.
+    """
+
+    leaves: tuple[Entry, ...]
+    files: Mapping[str, Sum] = field(default_factory=dict)
+    step: int | None = None
+    data: Any = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    saved_from: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_files(self, files: Mapping[str, Sum]) -> "Manifest":
+        """The same with the sums of its files."""
+        return replace(self, files=dict(sorted(files.items())))
+
+    def to_json(self) -> str:
+        """As it is written: the body, and its SHA-256."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "data": self.data,
+            "metrics": dict(self.metrics),
+            "saved_from": dict(self.saved_from),
+            "leaves": [asdict(leaf) for leaf in self.leaves],
+            "files": {name: [sum.size, sum.check] for name, sum in self.files.items()},
+        }
+        return json.dumps({"sha256": _digest(body), "body": body}, indent=None) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: It is not what `to_json` wrote, or of a format that this version does not know.
+        """
+        try:
+            document = json.loads(text)
+            body = document["body"]
+            digest = document["sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"is no manifest ({error})") from error
+        if _digest(body) != digest:
+            raise ValueError("does not have the SHA-256 that it names")
+        if body["format"] != FORMAT:
+            raise ValueError(f"has format {body['format']}; this version of jzero reads {FORMAT}")
+        return cls(
+            leaves=tuple(_entry(leaf) for leaf in body["leaves"]),
+            files={_safe_file(name): Sum(*sum) for name, sum in body["files"].items()},
+            **{name: body[name] for name in ("step", "data", "metrics", "saved_from")},
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """The manifest of a checkpoint.
+
+        Raises:
+            FileNotFoundError: There is none: the folder is no checkpoint of jzero, or one that was not finished.
+            CorruptCheckpoint: It was changed.
+        """
+        path = folder / FILE
+        try:
+            return cls.from_json(path.read_bytes().decode())
+        except FileNotFoundError:
+            there = (
+                "holds no jzero.json: it is no checkpoint of jzero, or was not finished"
+                if folder.is_dir()
+                else ("is not there")
+            )
+            raise FileNotFoundError(f"{folder} {there}.") from None
+        except ValueError as error:
+            raise CorruptCheckpoint(path, str(error)) from error
+
+    def check_file(self, folder: Path, name: str, leaf: str | None = None) -> None:
+        """Raises unless a file is there in its size and with its checksum; of a chunk only the checksum at its end.
+
+        Raises:
+            CorruptCheckpoint: It is not.
+        """
+        path, wanted = folder / name, self.files.get(name)
+        if wanted is None:
+            raise CorruptCheckpoint(path, "is not in the manifest", leaf)
+        try:
+            found = Sum.of_chunk(path) if wanted.check.startswith("crc32c:") else Sum.of(path)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(path, "is missing", leaf) from None
+        if found.size != wanted.size:
+            raise CorruptCheckpoint(path, f"has {found.size} bytes; it was written with {wanted.size}", leaf)
+        if found != wanted:
+            raise CorruptCheckpoint(path, f"has {found.check}; it was written with {wanted.check}", leaf)
+
+    def check_small(self, folder: Path) -> None:
+        """Checks the files that belong to no single leaf.
+
+        Raises:
+            CorruptCheckpoint: One is missing or was changed.
+        """
+        inside = {f"{ARRAYS}/{leaf.folder}/" for leaf in self.leaves if leaf.stored is not None}
+        for name in self.files:
+            if "/".join(name.split("/")[:2]) + "/" not in inside:
+                self.check_file(folder, name)
+
+
+def _digest(body: Any) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _entry(leaf: dict[str, Any]) -> Entry:
+    # What a manifest says is checked here once, for it may come from anywhere: names must stay inside of the folder.
+    if not is_safe(leaf["folder"]):
+        raise ValueError(f"has a leaf in a folder named {leaf['folder']!r}, which may not be one")
+    if not leaf["dtype"].startswith(encoding.KEY):
+        encoding.dtype_of(leaf["dtype"])
+    if leaf["stored"] is not None:
+        encoding.dtype_of(leaf["stored"])
+    spec = leaf["spec"]
+    return Entry(
+        path=tuple(leaf["path"]),
+        folder=leaf["folder"],
+        dtype=leaf["dtype"],
+        stored=leaf["stored"],
+        spec=None if spec is None else tuple(map(tuple, spec)),
+        **{name: tuple(int(size) for size in leaf[name]) for name in ("shape", "stored_shape", "chunk")},
+    )
+
+
+def _safe_file(name: str) -> str:
+    parts = name.split("/")
+    if name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"names a file {name!r} outside of the checkpoint")
+    return name

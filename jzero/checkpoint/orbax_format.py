@@ -1,0 +1,50 @@
+"""The files by which orbax finds the arrays of a checkpoint; all that jzero knows of orbax's format is here.
+
+The arrays are zarr 3, one folder each (orbax's `use_ocdbt=False`, `use_zarr3=True`), not compressed, each chunk with
+zarr's own codec `crc32c`: whatever reads them, orbax included, notices a changed byte. jzero writes them through
+tensorstore, as orbax does, and not through orbax, which has no public option for that codec, holds no array whose
+shards are uneven (a padded leaf in its logical shape), and stops at some dtypes. A test reads them with plain orbax.
+
+Leaves are declared as numpy arrays, so that orbax loads them on any machine without a target that says where they
+live; with a target it places them as that says.
+"""
+
+import json
+from typing import Any
+
+from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest
+
+DICT = 2
+"""Orbax's number for a key of a dict."""
+
+
+def files(manifest: Manifest) -> dict[str, str]:
+    """Name and text of each file of orbax that describes a checkpoint."""
+    handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+    checkpoint = {"item_handlers": {ARRAYS: handler}, "metrics": dict(manifest.metrics), "custom_metadata": {}}
+    tree: dict[str, Any] = {}
+    for leaf in manifest.leaves:
+        if leaf.stored is not None:
+            keys = leaf.folder.split(".")
+            tree[str(tuple(keys))] = {
+                "key_metadata": [{"key": key, "key_type": DICT} for key in keys],
+                "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+            }
+    item = {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    return {"_CHECKPOINT_METADATA": json.dumps(checkpoint), f"{ARRAYS}/_METADATA": json.dumps(item)}
+
+
+def zarr(leaf: Entry) -> dict[str, Any]:
+    """Zarr's description of the array of a leaf."""
+    return {
+        "shape": list(leaf.stored_shape),
+        "data_type": leaf.stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(leaf.chunk)}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+    }

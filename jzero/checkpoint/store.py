@@ -1,0 +1,163 @@
+"""Chunks to and from the disk, through tensorstore, a bounded number of bytes at a time."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jzero.checkpoint import encoding, orbax_format
+from jzero.checkpoint.chunks import Region
+from jzero.checkpoint.errors import CorruptCheckpoint
+from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest, Sum
+
+IN_FLIGHT = 16 * 2**20
+"""Bytes of chunks that are being read or written at once. Tensorstore holds two or three times as much."""
+
+AT_ONCE = 64
+"""Most chunks, and most descriptions of arrays, at once."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one chunk holds.
+
+    Attributes:
+        leaf: The leaf.
+        chunk: Its number in each dim.
+        region: What it covers of the array.
+        array: That, in the dtype that is stored.
+    """
+
+    leaf: Entry
+    chunk: tuple[int, ...]
+    region: Region
+    array: np.ndarray
+
+
+def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]], limit: int = IN_FLIGHT) -> None:
+    """Runs jobs that overlap: each is its bytes, what starts it and returns a future, and what takes the result."""
+    running: deque[tuple[int, Any, Callable[[Any], None]]] = deque()
+    held = 0
+
+    def finish():
+        nonlocal held
+        nbytes, future, done = running.popleft()
+        done(future)
+        held -= nbytes
+
+    for nbytes, start, done in jobs:
+        while running and (held + nbytes > limit or len(running) >= AT_ONCE):
+            finish()
+        held += nbytes
+        running.append((nbytes, start(), done))
+    while running:
+        finish()
+
+
+def create(folder: Path, leaves: Sequence[Entry]) -> None:
+    """Makes the folders of leaves, and zarr's descriptions in them."""
+    context = _context()
+
+    def job(leaf):
+        spec = _spec(folder, leaf) | {"metadata": orbax_format.zarr(leaf)}
+        return 0, lambda: ts.open(spec, create=True, context=context), lambda future: future.result()
+
+    windowed(job(leaf) for leaf in leaves if leaf.stored is not None)
+
+
+def write(folder: Path, pieces: Iterable[Piece]) -> dict[str, Sum]:
+    """Writes chunks into arrays that were created; returns the sum of each file."""
+    context, files = _context(), {}
+
+    def job(array, piece):
+        where = array[tuple(slice(begin, end) for begin, end in piece.region)]
+
+        def done(future):
+            future.result()
+            name = piece.leaf.file(piece.chunk)
+            files[name] = Sum.of_chunk(folder / name)
+
+        return piece.array.nbytes, lambda: where.write(piece.array, can_reference_source_data_indefinitely=True), done
+
+    def jobs():
+        leaf = array = None
+        for piece in pieces:
+            if piece.leaf is not leaf:
+                leaf, array = piece.leaf, open_array(folder, piece.leaf, context, write=True)
+            yield job(array, piece)
+
+    windowed(jobs())
+    return files
+
+
+def open_array(folder: Path, leaf: Entry, context: Any = None, *, write: bool = False) -> Any:
+    """The array of a leaf, as tensorstore opens it. Its description must be checked before, if it is to be read."""
+    # The description is known, so that nothing is read here.
+    spec = _spec(folder, leaf) | {"metadata": orbax_format.zarr(leaf)}
+    return ts.open(
+        spec, open=True, assume_metadata=True, read=True, write=write, context=context or _context()
+    ).result()
+
+
+def read(
+    folder: Path, manifest: Manifest, wanted: Iterable[tuple[Entry, tuple[int, ...], Region]], limit: int = IN_FLIGHT
+) -> Iterator[Piece]:
+    """Reads whole chunks and yields them in order, each checked.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        wanted: Leaf, number and region of each chunk.
+        limit: Bytes of chunks that are read at once.
+
+    Raises:
+        CorruptCheckpoint: A chunk, or the description of an array, is missing or was changed.
+    """
+    context = _context()
+    current: Entry | None = None
+    array: Any = None
+    ahead: deque[tuple[Entry, tuple[int, ...], Region, Any]] = deque()
+    held = 0
+
+    def size(leaf, region):
+        return encoding.nbytes(tuple(end - begin for begin, end in region), leaf.stored)
+
+    def first():
+        nonlocal held
+        leaf, chunk, region, future = ahead.popleft()
+        held -= size(leaf, region)
+        try:
+            return Piece(leaf, chunk, region, future.result())
+        except ValueError as error:
+            raise CorruptCheckpoint(folder / leaf.file(chunk), f"cannot be read ({error})", leaf.name) from error
+
+    for leaf, chunk, region in wanted:
+        if leaf is not current:
+            manifest.check_file(folder, leaf.file(), leaf.name)
+            current, array = leaf, open_array(folder, leaf, context)
+        manifest.check_file(folder, leaf.file(chunk), leaf.name)
+        nbytes = size(leaf, region)
+        while ahead and (held + nbytes > limit or len(ahead) >= AT_ONCE):
+            yield first()
+        held += nbytes
+        ahead.append((leaf, chunk, region, array[tuple(slice(begin, end) for begin, end in region)].read()))
+    while ahead:
+        yield first()
+
+
+def _spec(folder: Path, leaf: Entry) -> dict[str, Any]:
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/{ARRAYS}/{leaf.folder}/"},
+        # A chunk of zeros is a file as any other, so that one that is missing is never taken for zeros.
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+
+
+def _context() -> Any:
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 2}})

@@ -1,0 +1,185 @@
+"""A checkpoint onto the disk: beside its place until it is whole, then there at once."""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from jzero.checkpoint import orbax_format, store
+from jzero.checkpoint.errors import SaveFailed
+from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
+from jzero.checkpoint.processes import Processes
+from jzero.checkpoint.store import Piece
+
+TMP = ".jzero-tmp"
+"""Ends the name of a checkpoint that is being written."""
+
+OLD = ".jzero-old"
+"""Ends the name of one that is being removed or replaced."""
+
+_writes = itertools.count()  # names barriers; all processes write in the same order
+
+
+def write(
+    folder: Path,
+    manifest: Manifest,
+    pieces: Iterable[Piece],
+    *,
+    processes: Processes | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint. Until all of it is on the disk it has another name, so that none is ever half there.
+
+    In a run of several processes all call this, with the same manifest and each with the chunks that it writes; the
+    folder must be one that all see.
+
+    Args:
+        folder: Where it will be.
+        manifest: What it holds, without `files`.
+        pieces: Each chunk of each leaf; of several processes, this one's. Chunks of one leaf follow each other.
+        processes: This process among all; None: it is the only one.
+        overwrite: Whether a checkpoint that is there is replaced, in the end.
+
+    Raises:
+        FileExistsError: One is there.
+        SaveFailed: It could not be written, by this process or another; what was written is removed.
+    """
+    processes = processes or Processes()
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} is there already. Choose another place, or pass overwrite=True.")
+    tmp, number = folder.with_name(folder.name + TMP), next(_writes)
+    first = processes.index == 0
+
+    def begin():
+        if first:
+            remove(tmp)
+            tmp.mkdir(parents=True)
+            (tmp / ARRAYS).mkdir()
+            store.create(tmp, manifest.leaves)
+
+    def fill():
+        files = store.write(tmp, pieces)
+        part = {name: [sum.size, sum.check] for name, sum in files.items()}
+        _write_text(tmp / f"part-{processes.index}", json.dumps(part))
+
+    def commit():
+        if first:
+            _commit(tmp, folder, manifest, processes.count)
+
+    failure: Exception | None = None
+    notes: list[str] = []
+    for name, work in (("begin", begin), ("fill", fill), ("commit", commit)):
+        failure = _attempt(work, tmp / f"failed-{name}-{processes.index}")
+        _meet(processes, f"{number}/{name}/{folder}", folder)
+        # Another process may have gone on and failed at the next part already; all must see the same here.
+        notes = [note.name.rpartition("-")[2] for note in tmp.glob(f"failed-{name}-*")]
+        if failure or notes:
+            break
+    else:
+        return
+    _meet(processes, f"{number}/failed/{folder}", folder)
+    if first:
+        shutil.rmtree(tmp, ignore_errors=True)
+    who = f" by process {', '.join(sorted(notes))}" if failure is None else f": {failure}"
+    way_out = " Free some space." if isinstance(failure, OSError) and failure.errno == errno.ENOSPC else ""
+    raise SaveFailed(
+        f"{folder} was not written{who}.{way_out} What was there before is as it was, and nothing of this is left."
+    ) from failure
+
+
+def _meet(processes: Processes, name: str, folder: Path) -> None:
+    try:
+        processes.barrier(name)
+    except Exception as error:
+        raise SaveFailed(f"{folder} was not written: the other processes did not come ({error}).") from error
+
+
+def _attempt(work: Callable[[], None], note: Path) -> Exception | None:
+    """Runs a part of the work; what goes wrong is returned, and noted where the other processes see it."""
+    try:
+        work()
+    except Exception as error:
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+        except OSError:
+            pass  # the others find no part of this process, and then wait for it until their time is over
+        return error
+    return None
+
+
+def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int) -> None:
+    files: dict[str, Sum] = {}
+    for index in range(count):
+        part = tmp / f"part-{index}"
+        files |= {name: Sum(*sum) for name, sum in json.loads(part.read_text()).items()}
+        part.unlink()
+    for name, text in orbax_format.files(manifest).items():
+        _write_text(tmp / name, text)
+        files[name] = Sum.of(tmp / name)
+    for leaf in manifest.leaves:
+        if leaf.stored is not None:
+            files[leaf.file()] = Sum.of(tmp / leaf.file())
+    _write_text(tmp / FILE, manifest.with_files(files).to_json())
+    _sync(tmp / ARRAYS)
+    _sync(tmp)
+    if folder.exists():
+        old = folder.with_name(folder.name + OLD)
+        remove(old)
+        folder.rename(old)
+        tmp.rename(folder)
+        _sync(folder.parent)
+        remove(old)
+    else:
+        tmp.rename(folder)
+        _sync(folder.parent)
+
+
+def stale(directory: Path) -> list[Path]:
+    """What saves and removals that did not come to an end have left in a directory."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.name.endswith((TMP, OLD)))
+
+
+def clean(directory: Path) -> None:
+    """Removes what `stale` finds. One that was to be replaced, and whose successor is not there, gets its name back."""
+    for path in stale(directory):
+        place = path.with_name(path.name.removesuffix(OLD))
+        if path.name.endswith(OLD) and not place.exists() and (path / FILE).exists():
+            path.rename(place)
+        else:
+            shutil.rmtree(path)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, under another name, so that none is ever half gone."""
+    if not folder.exists():
+        return
+    if folder.name.endswith((TMP, OLD)):
+        shutil.rmtree(folder)
+        return
+    old = folder.with_name(folder.name + OLD)
+    remove(old)
+    folder.rename(old)
+    (old / FILE).unlink(missing_ok=True)  # from here on it is not taken back
+    shutil.rmtree(old)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder onto the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
