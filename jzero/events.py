@@ -199,11 +199,16 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
 
     def window(name: str, line: hlo.Instruction, outer: str, after: list[hlo.Instruction], loop, passes) -> Window:
         axes, group = hlo.participants(line.collective, program.groups(line), by_groups)
-        names = line.op_names or after[0].op_names
+        names = line.op_names or after[0].op_names or done(after).op_names
         pieces = _pieces(program.exchanged(name, line), names, layout, line.collective)
         runs = after[0].opcode.endswith("-start") and not (after[0].is_sync or line.is_sync)
         count, where = under(outer, after) if runs else 0, names[0] if names else ""
         return Window(line.collective, pieces, axes, runs, count, loop, passes, group, where)
+
+    def done(lines: list[hlo.Instruction]) -> hlo.Instruction:
+        """Where the result of the first of these lines is waited for; itself if nowhere."""
+        ends = (one for one in lines if one.opcode.endswith("-done") and lines[0].name in one.operands)
+        return next(ends, lines[0])
 
     def under(name: str, lines: list[hlo.Instruction]) -> int:
         """Matmuls behind the first of these lines, up to where its result is waited for."""
