@@ -200,7 +200,7 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
     def window(name: str, line: hlo.Instruction, outer: str, after: list[hlo.Instruction], loop, passes) -> Window:
         axes, group = hlo.participants(line.collective, program.groups(line), by_groups)
         names = line.op_names or after[0].op_names
-        pieces = _pieces(program.exchanged(name, line), names, layout, line.collective)
+        pieces = _pieces(program.exchanged(name, line), names, layout)
         runs = after[0].opcode.endswith("-start") and not (after[0].is_sync or line.is_sync)
         count, where = under(outer, after) if runs else 0, names[0] if names else ""
         return Window(line.collective, pieces, axes, runs, count, loop, passes, group, where)
@@ -226,9 +226,7 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
     return tuple(inside(program.entry, (), 1))
 
 
-def _pieces(
-    arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout: Layout | None, kind: str
-) -> tuple[Piece, ...]:
+def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout: Layout | None) -> tuple[Piece, ...]:
     found = [scopes.read(name) or ("", "") for name in names]
     if len(found) == len(arrays):
         return tuple(Piece(*array, *scope) for array, scope in zip(arrays, found, strict=True))
@@ -237,22 +235,16 @@ def _pieces(
     purpose = purposes.pop() if len(purposes) == 1 else ""
     if len(arrays) == 1 and own:
         return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own if leaf)),)
-    summed = kind == "all-reduce"
-    return tuple(Piece(*array, purpose, _by_shape(array[1], layout, shards=summed)) for array in arrays)
+    return tuple(Piece(*array, purpose, _by_shape(array[1], layout)) for array in arrays)
 
 
-def _by_shape(shape: tuple[int, ...], layout: Layout | None, *, shards: bool) -> str:
-    """The leaves that have this shape, whole or without a first dim that a loop takes apart; or shards that do."""
+def _by_shape(shape: tuple[int, ...], layout: Layout | None) -> str:
+    """The leaves that have this shape, whole or without a first dim that a loop takes apart."""
     if layout is None or not shape:
         return ""
 
-    def of_device(leaf: Leaf, *, cut: bool) -> tuple[int, ...]:
+    def of_device(leaf: Leaf) -> tuple[int, ...]:
         model = leaf.model or ((),) * len(leaf.stored)
-        over = [layout.size(axes) * (layout.shards if cut and dim == leaf.dim else 1) for dim, axes in enumerate(model)]
-        return tuple(size // parts for size, parts in zip(leaf.stored, over, strict=True))
+        return tuple(size // layout.size(axes) for size, axes in zip(leaf.stored, model, strict=True))
 
-    def alike(*, cut: bool) -> str:
-        found = [(leaf.path, of_device(leaf, cut=cut)) for leaf in layout.leaves]
-        return " or ".join(path for path, own in found if shape in (own, own[1:]))
-
-    return alike(cut=False) or (alike(cut=True) if shards else "")
+    return " or ".join(leaf.path for leaf in layout.leaves if shape in (of_device(leaf), of_device(leaf)[1:]))

@@ -210,7 +210,7 @@ def _reasons(report: Preflight) -> list[Text]:
         named = [path for path in paths if path]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
-    reasons += [found for group in groups(report.lines) if (found := of_xla(report, group))]
+    reasons += [why for group in groups(report.lines) if (why := of_xla(report, group))]
     return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
 
 

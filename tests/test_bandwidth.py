@@ -14,8 +14,8 @@ import jzero
 from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, measure, program, sizes_between
 from jzero.bandwidth_plot import plot
-from jzero.cli import main
-from jzero.cli.bandwidth import _size, _sizes, _speed
+from jzero.cli import main, options
+from jzero.cli.bandwidth import _size, _sizes
 from jzero.program import Collective, collectives, compiled_collectives
 from jzero.sweep import Sweep, Timing
 from jzero.targets import has_pjrt, target_mesh
@@ -329,7 +329,12 @@ def test_units():
     ]
     assert _sizes("1KiB..1GiB") == (1 << 10, 1 << 30)
     assert _sizes("4KiB") == (4096,)
-    assert [_speed(text) for text in ("450GB/s", "400Gb/s", "0.9TB/s", "1GiB/s")] == [450e9, 50e9, 0.9e12, 1 << 30]
+    assert [options.speed(text) for text in ("450GB/s", "400Gb/s", "0.9TB/s", "1GiB/s")] == [
+        450e9,
+        50e9,
+        0.9e12,
+        1 << 30,
+    ]
 
 
 def test_plot():

@@ -383,16 +383,6 @@ def test_shapes_tell_leaves_that_are_alike_apart_only_so_far(mesh):
     assert piece.leaf == "a or b"
 
 
-def test_shapes_tell_shards_that_are_summed(mesh):
-    layout = jzero.zero({"a": jnp.ones((3, 64, 8)), "b": jnp.ones((64, 4))}, stage=3, mesh=mesh, min_shard_size=0)
-    text = named("", "%x, %y").replace("all-gather", "all-reduce").replace("f32[8,64]", "f32[8,8]")
-    text = text.replace("f32[16,8]", "f32[8,4]").replace(", dimensions={0}", "")
-    ((x, y),) = (window.pieces for window in read(text, layout=layout))
-    assert (x.leaf, y.leaf) == ("a", "b")
-    ((gathered, _),) = (window.pieces for window in read(named("", "%x, %y"), layout=layout))
-    assert gathered.leaf == ""
-
-
 def test_several_leaves_in_one_array():
     name = "jit(f)/(psum:jzero.reduce[a]/psum:jzero.sum[]/psum:jzero.reduce[b]/psum)"
     ((piece,),) = (window.pieces for window in read(named(metadata(name))))
