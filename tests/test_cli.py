@@ -122,7 +122,7 @@ def test_plot(folder, capsys):
         ("--model broken:params --devices 8", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("--model mymodel:absent --devices 8", "has no 'absent'; it has params, arrays, needs, fails"),
         ("--model mymodel:number --devices 8", "is a int; wanted a function without arguments"),
-        ("--model mymodel:needs --devices 8", "takes arguments, (key); wanted a function without any"),
+        ("--model mymodel:needs --devices 8", "takes arguments, (key); wanted a function without arguments"),
         ("--model mymodel:fails --devices 8", "failed with ZeroDivisionError: division by zero"),
         ("--model mymodel:params --devices 8 --optimizer mymodel:number", "is a int; wanted a function"),
     ],
