@@ -396,6 +396,7 @@ RESUMED += ["--min-shard-size", "64", "--devices", "2"]
 
 
 def resumed(folder, out, *more):
+    assert len(jax.devices()) == 8  # a run that is the first to start JAX would simulate no more than it needs
     return main([*TINY, *RESUMED, "--data", str(folder), *more, "--out", str(out)])
 
 
@@ -449,7 +450,7 @@ def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 def test_a_run_goes_on_at_another_stage_and_mesh(folder, tmp_path, monkeypatch, precision):
     whole, out, more = tmp_path / "whole", tmp_path / "moved", ["--precision", precision]
     assert resumed(folder, whole, *more) == 0
