@@ -21,6 +21,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, where there are no real ones
 
+import functools
 from collections import Counter
 
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def make_batch(key):
 
 key = jax.random.key(0)
 master = jax.jit(init_params)(key)
-batches = [make_batch(key) for key in jax.random.split(jax.random.key(1), 8)]
+batches = [make_batch(key) for key in jax.random.split(jax.random.key(1), 6)]
 count = sum(w.size for w in jax.tree.leaves(master))
 print(f"{count:,} parameters")
 
@@ -463,8 +464,7 @@ axes.grid(alpha=0.3)
 # %% [markdown]
 # Each stage removes a floor: without stage 2 the gradients stay, without stage 3 the params stay, however many devices
 # there are. Only at stage 3 do twice as many devices hold a model twice as large.
-
-# %% [markdown]
+#
 # ## What it costs
 #
 # Bytes that each device sends in a step, counted on the programs that ran:
@@ -544,6 +544,9 @@ assert one > 1 > two and front > 1 and late > 1 > again
 # that is a nuisance, and each of the mistakes above is easy to make. jzero takes `loss_fn` as it is. It reads the
 # program of the gradient, finds where each weight is first used, and puts the collectives there.
 #
+# `jzero.value_and_grad` is our `backward`, and `jzero.apply_gradients` is our `update`, with any optax optimizer.
+# (`jzero.train_step` is both in one.)
+#
 # To compare number for number, gradients are summed in `bfloat16` here as well; by default jzero sums them in
 # `float32`.
 
@@ -555,28 +558,25 @@ layouts = {}
 for stage, name in enumerate(STAGES):
     layout = jzero.zero(master, stage=stage, mesh=mesh, precision=precision)
     state = jzero.init(init_params, tx, layout, key)
-    step = jzero.train_step(loss_fn, tx, layout)
-    layouts[stage] = layout, jax.eval_shape(lambda state: state, state)
+    backward = jax.jit(jzero.value_and_grad(loss_fn, layout))
+    update = jax.jit(functools.partial(jzero.apply_gradients, tx=tx, layout=layout))
 
-    gradient = jax.jit(jzero.value_and_grad(loss_fn, layout))(state.params, layout.put_batch(batches[0]))[1]
-    live = {
-        "params": jzero.memory.live_bytes(state.params),
-        "grads": jzero.memory.live_bytes(gradient),
-        "master": jzero.memory.live_bytes(state.master),
-        "m, v": jzero.memory.live_bytes(state.opt_state),
-    }
-    seen = {
-        "live": {kind: sizes.get(mesh.devices.flat[0], 0) for kind, sizes in live.items()},
-        "wire": wire(step.lower(state, layout.put_batch(batches[0]))),
-        "gradient": jax.tree.map(lambda g: np.asarray(g, np.float32), gradient),
-        "losses": [],
-    }
-    for batch in batches:
-        state, metrics = step(state, layout.put_batch(batch))
-        seen["losses"].append(float(metrics["loss"]))
-    runs[f"jzero {stage}"] = seen | {"master": jax.tree.map(np.asarray, jzero.master_params(state, layout))}
+    losses, seen = [], None
+    for batch in map(layout.put_batch, batches):
+        loss, g = backward(state.params, batch)
+        alive = {"params": state.params, "grads": g, "master": state.master, "m, v": state.opt_state}
+        seen = seen or {
+            "live": {kind: jzero.memory.live_bytes(x).get(mesh.devices.flat[0], 0) for kind, x in alive.items()},
+            "wire": wire(backward.lower(state.params, batch), update.lower(state, g)),
+            "gradient": jax.tree.map(lambda g: np.asarray(g, np.float32), g),
+        }
+        state = update(state, g)
+        losses.append(float(loss))
+    weights = jax.tree.map(np.asarray, jzero.master_params(state, layout))
+    runs[f"jzero {stage}"] = seen | {"losses": losses, "master": weights}
+    layouts[stage] = layout, state
     check(f"jzero {stage}", name)
-    assert runs[f"jzero {stage}"]["wire"] == runs[name]["wire"]
+    assert seen["wire"] == runs[name]["wire"]
 
 # %% [markdown]
 # The same numbers, and the same collectives byte for byte. Memory is the same too, but for two things:

@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from jzero.targets import has_pjrt
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "colab").glob("*.py"))}
 VARIES = "varies"  # the tag of a cell whose text depends on rounding, and so on versions and machines
@@ -18,11 +20,11 @@ def read(name):
     return nbformat.read(SCRIPTS[name].with_suffix(".ipynb"), as_version=4)
 
 
-def run(notebook, **environment):
-    """Runs a notebook with this checkout of jzero, as in its own folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+def run(notebook, *folders):
+    """Runs a notebook in its own folder, with this checkout of jzero, and with Python modules from these folders."""
+    path = os.pathsep.join([*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH", "")])
     client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "colab")}})
-    return client.execute(env=environment)
+    return client.execute(env=os.environ | {"PYTHONPATH": path})
 
 
 def printed(cell, stream="stdout"):
@@ -68,9 +70,26 @@ def test_prose_has_no_number_that_no_cell_computes(name):
     for cell in read(name).cells:
         if cell.cell_type == "markdown":
             text = re.sub(r"`[^`]*`|\$[^$]*\$|\[[^]]*\]\([^)]*\)", "", cell.source)  # code, formulas, links
-            text = re.sub(r"[sS]tages?\s\d(\s(to|and|or)\s\d)*", "", text)  # a name
+            text = re.sub(r"[sS]tages?\s\d(\s(to|and|or)\s\d)*|H200", "", text)  # names
             assert not re.search(r"\d", text), text
 
 
 def test_zero_by_hand():
     check_run(run(read("01_zero_by_hand")), read("01_zero_by_hand"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False], ids=["with a compiler for GPUs", "without"])
+def test_plan_before_you_pay(compiler, tmp_path):
+    if compiler and not has_pjrt():
+        pytest.skip('compiles for GPUs: needs `pip install -e ".[preflight]"`')
+    folders = []
+    if not compiler:
+        (tmp_path / "jax_plugins").mkdir()
+        (tmp_path / "jax_plugins/__init__.py").touch()  # stands in front of the one with plugins in it
+        folders = [tmp_path]
+    notebook = run(read("02_plan_before_you_pay"), *folders)
+    check_run(notebook, read("02_plan_before_you_pay"))
+    text = "".join(map(printed, code_cells(notebook)))
+    assert ("is not installed" in text) == (not compiler)
+    assert ("choose (stage, microbatches): None" in text) == (not compiler)
