@@ -6,7 +6,7 @@
 # stages 0 to 3 out of three collectives, each as a few lines of plain JAX. You will learn
 #
 # - where the sixteen bytes go that each parameter costs,
-# - why an all-reduce has two halves, and why the first two steps of ZeRO therefore cost no traffic at all,
+# - why an all-reduce has two halves, and why the first two steps of ZeRO therefore add no traffic at all,
 # - how to write each stage with `jax.shard_map`, and how to see that it still trains the same model,
 # - what stage 3 costs, and two mistakes that undo it in JAX without any error,
 # - what `jzero` does so that your model need not know about any of this.
@@ -140,8 +140,8 @@ axes.spines["left"].set_visible(False)
 # halves. `psum_scatter`, a reduce-scatter, leaves each device with the sum of *one piece*. `all_gather` then hands
 # all pieces to all.
 #
-# `jax.shard_map` runs a function on every device at once, each with its own part of the arrays; a `PartitionSpec` says
-# which dim is cut into such parts. In the picture each row is a device and each column a piece:
+# `jax.shard_map` runs a function on every device at once, each with its own part of the arrays; a `PartitionSpec`
+# says which dim is cut into such parts. In the picture each row is a device and each column a piece:
 
 
 # %%
@@ -153,7 +153,7 @@ def on_devices(f, ins, outs, **options):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False), **options)
 
 
-EACH = P("data")  # each device has its own
+EACH = P("data")  # each device has its own: here a row, later its examples
 own = np.arange(float(N * N), dtype=np.float32).reshape(N, N)
 reduce = on_devices(lambda x: lax.psum(x, "data"), EACH, EACH)
 scatter = on_devices(lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True), EACH, EACH)
@@ -374,8 +374,8 @@ runs["stage 2"] = run(backward_2, update_2, params=WHOLE, rest=CUT, grads=CUT)
 check("stage 2", "stage 1")
 
 # %% [markdown]
-# (The gradients of stages 0 and 1 are not summed yet when we look. We add them up in `float32` to compare them, and the
-# devices add in `bfloat16`, so the last digits differ.)
+# (The gradients of stages 0 and 1 are not summed yet when we look. We add them up in `float32` to compare them, and
+# the devices add in `bfloat16`, so the last digits differ.)
 #
 # ## Stage 3: cut the params
 #
@@ -462,8 +462,8 @@ axes.set(xlabel="devices", ylabel="bytes per parameter\non each device", xlim=(0
 axes.grid(alpha=0.3)
 
 # %% [markdown]
-# Each stage removes a floor: without stage 2 the gradients stay, without stage 3 the params stay, however many devices
-# there are. Only at stage 3 do twice as many devices hold a model twice as large.
+# Each stage removes a floor: without stage 2 the gradients stay, without stage 3 the params stay, however many
+# devices there are. Only at stage 3 do twice as many devices hold a model twice as large.
 #
 # ## What it costs
 #
@@ -486,8 +486,8 @@ print(f"against stage 0: {[total / sent[0] for total in sent]}")
 assert sent[0] == sent[1] == sent[2] and sent[3] == 1.5 * sent[0]
 
 # %% [markdown]
-# Stages 1 and 2 are free. Stage 3 gathers the weights for the forward pass and once more for the backward pass, where
-# stage 0 paid for one all-reduce, which is two halves. So it sends three halves.
+# On the wire, stages 1 and 2 are free. Stage 3 gathers the weights for the forward pass and once more for the
+# backward pass, where stage 0 paid for one all-reduce, which is two halves. So it sends three halves.
 #
 # ## Two ways to spoil stage 3
 #
