@@ -21,7 +21,8 @@ WIDTH = 120
 def text(report: Audit) -> str:
     """The tables as text."""
     out = io.StringIO()
-    Console(file=out, width=WIDTH).print(tables(report))
+    console = Console(file=out, width=WIDTH, force_terminal=False, force_jupyter=False)  # text in a notebook, too
+    console.print(tables(report))
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 

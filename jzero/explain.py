@@ -77,7 +77,8 @@ class Explanation(tuple[Row, ...]):
         for row in self:
             table.add_row(*(_text(getattr(row, field.name)) for field in shown))
         out = io.StringIO()
-        console = Console(file=out, width=10_000)
+        # Plain text also in a notebook, where rich would show the table itself.
+        console = Console(file=out, width=10_000, force_terminal=False, force_jupyter=False)
         console.print(table)
         lines = [line.rstrip() for line in [*out.getvalue().splitlines(), self.note]]
         return "\n".join(line for line in lines if line)

@@ -29,7 +29,8 @@ SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16
 def text(report: Preflight) -> str:
     """The tables as text."""
     out = io.StringIO()
-    Console(file=out, width=WIDTH).print(tables(report))
+    console = Console(file=out, width=WIDTH, force_terminal=False, force_jupyter=False)  # text in a notebook, too
+    console.print(tables(report))
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
