@@ -79,8 +79,10 @@ def test_zero_by_hand():
     check_run(run(read("01_zero_by_hand")), read("01_zero_by_hand"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", [True, False], ids=["with a compiler for GPUs", "without"])
+@pytest.mark.parametrize(
+    "compiler",
+    [pytest.param(True, marks=pytest.mark.slow, id="with a compiler for GPUs"), pytest.param(False, id="without")],
+)
 def test_plan_before_you_pay(compiler, tmp_path):
     if compiler and not has_pjrt():
         pytest.skip('compiles for GPUs: needs `pip install -e ".[preflight]"`')
