@@ -39,3 +39,16 @@ class CheckpointMismatch(ValueError):
 
 class SaveFailed(RuntimeError):
     """A checkpoint was not saved; those before it are as they were."""
+
+
+class LimitExceeded(RuntimeError):
+    """Something cannot be done within the memory or the disk that there is; nothing was written.
+
+    Attributes:
+        needed: Bytes that would do.
+        limit: Bytes that there are.
+    """
+
+    def __init__(self, message: str, needed: int, limit: int):
+        self.needed, self.limit = needed, limit
+        super().__init__(message)

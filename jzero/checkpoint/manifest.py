@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,18 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of its elements as stored."""
         return 0 if self.stored is None else encoding.nbytes(self.stored_shape, self.stored)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one chunk."""
+        return 0 if self.stored is None else encoding.nbytes(self.chunk, self.stored)
+
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks it has."""
+        if self.stored is None:
+            return 0
+        return math.prod(-(-size // step) for size, step in zip(self.stored_shape, self.chunk, strict=True))
 
     def file(self, chunk: tuple[int, ...] | None = None) -> str:
         """Name of the file of one chunk, by its number in each dim; without one, of zarr's description of the array."""
@@ -210,6 +223,12 @@ def _entry(leaf: dict[str, Any]) -> Entry:
     if leaf["stored"] is not None:
         encoding.dtype_of(leaf["stored"])
     spec = leaf["spec"]
+    shape, stored, chunk = leaf["shape"], leaf["stored_shape"], leaf["chunk"]
+    sizes = [*shape, *stored, *chunk]
+    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(chunk) != len(stored) or not leaf["path"]:
+        raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape} in chunks of {chunk}")
+    if stored[: len(shape)] != shape or (leaf["stored"] is not None and 0 in [*stored, *chunk]):
+        raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape}, stored as {stored} in {chunk}")
     return Entry(
         path=tuple(leaf["path"]),
         folder=leaf["folder"],

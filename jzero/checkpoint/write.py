@@ -30,6 +30,7 @@ def write(
     *,
     processes: Processes | None = None,
     overwrite: bool = False,
+    check: Callable[[Path, Manifest], None] | None = None,
 ) -> None:
     """Writes a checkpoint. Until all of it is on the disk it has another name, so that none is ever half there.
 
@@ -42,6 +43,8 @@ def write(
         pieces: Each chunk of each leaf; of several processes, this one's. Chunks of one leaf follow each other.
         processes: This process among all; None: it is the only one.
         overwrite: Whether a checkpoint that is there is replaced, in the end.
+        check: Looks at all of it before it gets its name, in the folder where it is until then; what it raises undoes
+            the write. The first process calls it.
 
     Raises:
         FileExistsError: One is there.
@@ -67,7 +70,7 @@ def write(
 
     def commit():
         if first:
-            _commit(tmp, folder, manifest, processes.count)
+            _commit(tmp, folder, manifest, processes.count, check)
 
     failure: Exception | None = None
     notes: list[str] = []
@@ -111,7 +114,7 @@ def _attempt(work: Callable[[], None], note: Path) -> Exception | None:
     return None
 
 
-def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int) -> None:
+def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int, check) -> None:
     files: dict[str, Sum] = {}
     for index in range(count):
         part = tmp / f"part-{index}"
@@ -123,7 +126,10 @@ def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int) -> None:
     for leaf in manifest.leaves:
         if leaf.stored is not None:
             files[leaf.file()] = Sum.of(tmp / leaf.file())
-    _write_text(tmp / FILE, manifest.with_files(files).to_json())
+    manifest = manifest.with_files(files)
+    _write_text(tmp / FILE, manifest.to_json())
+    if check is not None:
+        check(tmp, manifest)
     _sync(tmp / ARRAYS)
     _sync(tmp)
     if folder.exists():

@@ -4,13 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jzero.cli import bandwidth, estimate, preflight
+from jzero.cli import bandwidth, estimate, inspect, preflight, reshard, verify
 
-COMMANDS = (estimate, preflight, bandwidth)
+COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line."""
+    """Runs a command line.
+
+    Returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line, 3 memory or disk are too small.
+    """
     parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX: look before and after you train.")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -18,7 +18,7 @@ from rich.table import Table
 from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, sizes_between
 from jzero.bandwidth_plot import plot, size_text
-from jzero.cli.options import parsed, speed, unit
+from jzero.cli.options import nbytes, parsed, speed
 from jzero.mesh import make_mesh, platform_of
 from jzero.sweep import Sweep
 
@@ -57,7 +57,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--axis", default="data", help="the axis to measure (default: data)")
     parser.add_argument("--collective", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help=", ".join(KINDS))
     text = f"doubling sizes, or single ones (default: {SIZES}; on CPU {CPU_SIZES})"
-    parser.add_argument("--sizes", nargs="+", type=_sizes, metavar="FROM..TO", help=text)
+    parser.add_argument("--sizes", nargs="+", type=parsed(_sizes), metavar="FROM..TO", help=text)
     parser.add_argument(
         "--dtype", nargs="+", choices=DTYPES, default=["float32"], metavar="NAME", help=", ".join(DTYPES)
     )
@@ -214,16 +214,7 @@ def _mesh_axes(text: str) -> dict[str, int]:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """One size, or the ends of a range: "64KiB" or "1KiB..1GiB"."""
-    ends = tuple(map(_size, text.split("..")))
+    ends = tuple(map(nbytes, text.split("..")))
     if len(ends) > 2 or list(ends) != sorted(ends):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; wanted one size, or a range from a smaller to a larger: 1KiB..1GiB"
-        )
+        raise ValueError(f"{text!r}; wanted one size, or a range from a smaller to a larger: 1KiB..1GiB")
     return ends
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]?)(i?)B)?", text)
-    if match is None or (size := float(match[1]) * unit(match[2], match[3])) < 1 or size % 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; wanted whole bytes, as 65536, 64KiB (1024) or 64KB (1000)")
-    return int(size)

@@ -47,6 +47,27 @@ def mesh_axes(text: str) -> dict[str, int]:
     return axes
 
 
+def nbytes(text: str) -> int:
+    """Reads a number of bytes.
+
+    Raises:
+        ValueError: Another form, or no whole bytes.
+
+    Example:
+        >>> nbytes("300MB"), nbytes("1.5KiB"), nbytes("64")
+        (300000000, 1536, 64)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT]?)(i?)B)?", text)
+    if match is None or (size := float(match[1]) * unit(match[2], match[3])) < 1 or size % 1:
+        raise ValueError(f"{text!r}; wanted whole bytes, as 65536, 64KiB (1024) or 64KB (1000)")
+    return int(size)
+
+
+def unit(prefix: str | None, binary: str | None) -> int:
+    """What a prefix of K, M, G or T stands for, in thousands, or with "i" behind it in 1024s."""
+    return (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1 if prefix else 0)
+
+
 def filled(axes: dict[str, int] | None, devices: int | None) -> dict[str, int]:
     """Sizes of all axes, from `--mesh` and `--devices`, of which one may be left out.
 

@@ -1,0 +1,161 @@
+"""Leaves in blocks: what is read of the source at once, so that memory is bounded and little is read twice."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jzero.checkpoint import encoding, store
+from jzero.checkpoint.chunks import Region, grid, inside, overlap, volume
+from jzero.checkpoint.errors import LimitExceeded
+from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.origin import Origin
+from jzero.checkpoint.recipe import Made
+
+BASE = 40 * 2**20
+"""Bytes that tensorstore's threads and their memory take, whatever is read."""
+
+COPIES = 3
+"""How many times the bytes of a chunk that is on its way take, from file to decoded or back."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of memory, and what they are for.
+
+    Attributes:
+        block: A block, of which there may be two at a time.
+        reading: Chunks of the source that are on their way.
+        writing: Chunks that are being written.
+    """
+
+    block: int
+    reading: int
+    writing: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that all of it takes over what the process had before."""
+        return BASE + 2 * self.block + COPIES * (self.reading + self.writing)
+
+
+def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
+    """Shares memory out.
+
+    Args:
+        what: What it is for, in messages.
+        memory: Bytes that may be taken.
+        source: Bytes of the largest chunk that is read, decoded.
+        chunk: Bytes of the largest chunk that is written, or compared with.
+
+    Raises:
+        LimitExceeded: It is too little.
+    """
+    writing = max(chunk, store.IN_FLIGHT)
+    least = Budget(chunk, source, writing)
+    if least.total > memory:
+        raise LimitExceeded(
+            f"{what}: needs --max-memory {-(-least.total // 10**6)}MB; {memory // 10**6}MB are allowed. The largest "
+            f"chunk to read is {source / 1e6:.0f} MB, the largest to write {chunk / 1e6:.0f} MB.",
+            least.total,
+            memory,
+        )
+    reading = source + min((memory - least.total) // 3 // COPIES, max(0, store.IN_FLIGHT - source))
+    return Budget(chunk + (memory - Budget(chunk, reading, writing).total) // 2, reading, writing)
+
+
+def shape_of_blocks(leaf: Made, chunk: Sequence[int], largest: int) -> tuple[int, ...]:
+    """The shape of blocks of whole chunks, at most `largest` bytes, that cut few chunks of the source.
+
+    Args:
+        leaf: The leaf.
+        chunk: Shape of the chunks that are written.
+        largest: Most bytes of a block; one chunk at least.
+    """
+    shape, itemsize = leaf.stored_shape, encoding.dtype_of(encoding.stored_dtype(leaf.read)).itemsize
+    steps = [1] * len(shape)
+    for part in leaf.parts[:1]:
+        for dim, step in zip(part.dims, part.source.chunk, strict=True):
+            if dim is not None:
+                steps[dim] = step
+    block = [min(step, size) for step, size in zip(chunk, shape, strict=True)]
+
+    def cost(dim: int, length: int) -> float:
+        """How many times elements are read, along one dim."""
+        if length >= shape[dim] or length % steps[dim] == 0:
+            return 1.0
+        return steps[dim] / length if steps[dim] % length == 0 else 1 + steps[dim] / length
+
+    for dim in sorted(range(len(shape)), key=lambda dim: -cost(dim, block[dim])):
+        rest = math.prod(block) // block[dim] * itemsize
+        wanted = min(shape[dim], math.lcm(chunk[dim], steps[dim]))
+        if rest * wanted > largest:
+            wanted = max(block[dim], min(wanted, largest // rest // chunk[dim] * chunk[dim]))
+        if cost(dim, wanted) < cost(dim, block[dim]):
+            block[dim] = wanted
+    # What is left of the budget goes to longer blocks along the last dims: small leaves are read whole.
+    for dim in reversed(range(len(shape))):
+        rest = math.prod(block) // block[dim] * itemsize
+        block[dim] = min(shape[dim], max(1, largest // rest // block[dim]) * block[dim])
+    return tuple(block)
+
+
+def regions(leaf: Made, block: Sequence[int]) -> Iterator[Region]:
+    """The blocks of a leaf, in order."""
+    return (region for _, region in grid(leaf.stored_shape, block))
+
+
+class Reader:
+    """Reads blocks of leaves that are made of those of a checkpoint.
+
+    Args:
+        origin: The checkpoint.
+        limit: Bytes of chunks that are on their way at once.
+        progress: Is told how many bytes were read, as they are.
+    """
+
+    def __init__(self, origin: Origin, limit: int, progress: Callable[[int], None] = lambda nbytes: None):
+        self.origin, self.limit, self.progress = origin, limit, progress
+        self._open: tuple[Entry, object] | None = None
+
+    def _array(self, leaf: Entry):
+        if self._open is None or self._open[0] is not leaf:
+            self._open = leaf, self.origin.array(leaf)
+        return self._open[1]
+
+    def block(self, leaf: Made, region: Region) -> np.ndarray:
+        """One block, in the dtype that the leaf is stored in.
+
+        Raises:
+            CorruptCheckpoint: A file of the source is missing or damaged.
+        """
+        found: list[np.ndarray] = []
+
+        def job(part, both):
+            def take(where: Region, values: np.ndarray) -> None:
+                image = part.image(where)
+                values = values.reshape([end - begin for begin, end in image])
+                if image == region:
+                    found.append(values)  # one chunk has all of it: no copy
+                    return
+                if not found:
+                    found.append(np.empty([end - begin for begin, end in region], values.dtype))
+                found[0][inside(image, region)] = values
+
+            return self.origin.jobs(part.source, self._array(part.source), part.origin(both), take)
+
+        parts = [(part, both) for part in leaf.parts if (both := overlap(part.region, region)) is not None]
+        store.windowed(itertools.chain.from_iterable(job(part, both) for part, both in parts), self.limit)
+        self.progress(volume(region) * found[0].dtype.itemsize)
+        return cast(found[0], leaf)
+
+
+def cast(array: np.ndarray, leaf: Made) -> np.ndarray:
+    """An array as the parts of a leaf have it, in the dtype that the leaf is stored in."""
+    if leaf.read == leaf.dtype:
+        return array
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, as in any such cast
+        values = encoding.values(array, leaf.read).astype(encoding.dtype_of(leaf.dtype))
+    return encoding.bits(values, encoding.stored_dtype(leaf.dtype))

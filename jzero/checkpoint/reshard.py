@@ -1,0 +1,259 @@
+"""Rewriting a checkpoint: other chunks, other leaves, other dtypes, in bounded memory."""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+from jzero.checkpoint import encoding, write
+from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_blocks
+from jzero.checkpoint.chunks import LARGEST, grid, halved, inside
+from jzero.checkpoint.compare import different
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, LimitExceeded, SaveFailed
+from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.names import folders
+from jzero.checkpoint.origin import Origin
+from jzero.checkpoint.patterns import Pattern, any_match
+from jzero.checkpoint.placing import chunk_for, placed
+from jzero.checkpoint.recipe import Made, same
+from jzero.checkpoint.rename import Rule, applied
+from jzero.checkpoint.store import Piece
+
+MEMORY = 300 * 10**6
+"""Bytes of memory that a rewrite takes at most by default, over those of the process before."""
+
+BLOCK = 4096
+"""Bytes of disk that are given out at a time: a file takes up to so many more than it has."""
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is going on, how many bytes of it are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rewrite will do.
+
+    Attributes:
+        origin: The checkpoint that it reads.
+        leaves: What it makes.
+        manifest: What the new checkpoint holds, without files.
+        budget: What memory is for.
+        disk: Bytes that the new checkpoint takes on the disk, about.
+    """
+
+    origin: Origin
+    leaves: tuple[Made, ...]
+    manifest: Manifest
+    budget: Budget
+    disk: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements of the new checkpoint."""
+        return sum(entry.nbytes for entry in self.manifest.leaves)
+
+    def work(self) -> Iterator[tuple[Made, Entry, tuple[int, ...]]]:
+        """Each leaf with elements, how it is written, and the shape of its blocks."""
+        for leaf, entry in zip(self.leaves, self.manifest.leaves, strict=True):
+            if entry.stored is not None:
+                yield leaf, entry, shape_of_blocks(leaf, entry.chunk, self.budget.block)
+
+
+def plan(
+    source: str | PathLike[str],
+    *,
+    drop: Sequence[Pattern] = (),
+    only: Sequence[Pattern] = (),
+    rules: Sequence[Rule] = (),
+    mesh: Mapping[str, int] | None = None,
+    stage: int = 3,
+    chunk: int = LARGEST,
+    memory: int = MEMORY,
+) -> Plan:
+    """Says what a rewrite will do; see `reshard`. Nothing is read but descriptions, and nothing is written.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        CorruptCheckpoint: Its description is damaged.
+        CheckpointMismatch: A pattern or a rule does not fit it; all of them.
+        LimitExceeded: It cannot be done in this memory.
+        ValueError: An option that makes no sense.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunks of {chunk} bytes; wanted 1 or more.")
+    origin = Origin.open(Path(source))
+    what, leaves = str(origin.folder), [same(entry) for entry in origin.leaves]
+    problems = [
+        f"{option} {pattern.text} matches none of the {len(leaves)} leaves."
+        for option, patterns in (("--drop", drop), ("--only", only))
+        for pattern in patterns
+        if not any(pattern.match(leaf.path) for leaf in leaves)
+    ]
+    if problems:
+        raise CheckpointMismatch(what, problems)
+    leaves = [leaf for leaf in leaves if not any_match(drop, leaf.path) and (not only or any_match(only, leaf.path))]
+    if not leaves:
+        raise CheckpointMismatch(what, ["--drop and --only leave no leaf."])
+    leaves = applied(what, rules, leaves)
+    chunks = _chunks(origin, leaves, mesh, stage, chunk)
+    entries = tuple(
+        Entry(leaf.path, ".".join(folder), leaf.shape, leaf.dtype, leaf.stored, leaf.stored_shape, shape, leaf.spec)
+        for leaf, folder, shape in zip(leaves, folders([leaf.path for leaf in leaves]), chunks, strict=True)
+    )
+    shared = budget(
+        f"reshard {what}",
+        memory,
+        max((part.source.chunk_nbytes for leaf in leaves for part in leaf.parts), default=0),
+        max((entry.chunk_nbytes for entry in entries), default=0),
+    )
+    disk = sum(entry.chunk_count * (entry.chunk_nbytes + BLOCK) + 2 * BLOCK for entry in entries)
+    manifest = replace(origin.manifest, leaves=entries, files={})
+    return Plan(origin, tuple(leaves), manifest, shared, disk + len(manifest.to_json()) * 2)
+
+
+def _chunks(origin: Origin, leaves: Sequence[Made], mesh, stage: int, largest: int) -> list[tuple[int, ...]]:
+    """The shape of the chunks of each leaf: parts of a shard on a mesh, or as they are if that will do."""
+    if mesh is not None:
+        where = placed(leaves, origin.manifest.saved_from, mesh, stage)
+        refused = [f"{one.leaf.name}: {one.leaf.described}, {one.note}." for one in where if one.refused]
+        if refused:
+            raise CheckpointMismatch(f"{origin.folder} on {dict(mesh)}", refused)
+        return [chunk_for(one, largest) for one in where]
+    return [_chunk(leaf, largest) for leaf in leaves]
+
+
+def _chunk(leaf: Made, largest: int) -> tuple[int, ...]:
+    if leaf.stored is None:
+        return leaf.stored_shape
+    itemsize = encoding.dtype_of(leaf.stored).itemsize
+    if len(leaf.parts) == 1 and leaf.parts[0].source.stored_shape == leaf.stored_shape:
+        kept = leaf.parts[0].source.chunk
+        if math.prod(kept) * itemsize <= largest:
+            return kept
+    return halved(leaf.stored_shape, itemsize, largest)
+
+
+def reshard(
+    source: str | PathLike[str],
+    folder: str | PathLike[str],
+    *,
+    drop: Sequence[Pattern] = (),
+    only: Sequence[Pattern] = (),
+    rules: Sequence[Rule] = (),
+    mesh: Mapping[str, int] | None = None,
+    stage: int = 3,
+    chunk: int = LARGEST,
+    memory: int = MEMORY,
+    overwrite: bool = False,
+    progress: Progress = lambda task, done, total: None,
+) -> Plan:
+    """Rewrites a checkpoint of jzero or of orbax as one of jzero, which plain orbax reads as well.
+
+    It is read in blocks and written in chunks, in bounded memory. What was written is read back and compared with the
+    source before the new checkpoint gets its name; until then nothing of it is there.
+
+    Args:
+        source: The checkpoint, or a folder of them, of which the latest is taken.
+        folder: Where the new one will be.
+        drop: Leaves to leave out.
+        only: Leaves to keep; empty: all.
+        rules: How leaves are renamed, stacked, unstacked, split, merged and cast, one rule after another.
+        mesh: Size of each axis of the mesh that it will be read on: each device then reads whole chunks only. None:
+            chunks stay as they are where they are not too large.
+        stage: The stage at which it will be read on that mesh.
+        chunk: Most bytes of a chunk.
+        memory: Bytes of memory that it may take, over those of the process before.
+        overwrite: Whether a checkpoint that is there is replaced, in the end.
+        progress: Is told what is being done.
+
+    Returns:
+        What was done.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        FileExistsError: The new one is there already.
+        CorruptCheckpoint: A file of the source is damaged, or one that was written.
+        CheckpointMismatch: A pattern or a rule does not fit; all of them.
+        LimitExceeded: Memory or disk are too small; nothing was written.
+        SaveFailed: It could not be written; nothing of it is left.
+        ValueError: An option that makes no sense.
+    """
+    target = Path(folder)
+    found = plan(source, drop=drop, only=only, rules=rules, mesh=mesh, stage=stage, chunk=chunk, memory=memory)
+    _check_target(found, target, overwrite)
+
+    def pieces() -> Iterator[Piece]:
+        reader = Reader(found.origin, found.budget.reading, _counted(progress, "rewriting", found.nbytes))
+        for leaf, entry, block in found.work():
+            for region in regions(leaf, block):
+                values = reader.block(leaf, region)
+                for number, part in _within(entry, region):
+                    yield Piece(entry, number, part, values[inside(part, region)])
+                del values
+
+    def check(tmp: Path, manifest: Manifest) -> None:
+        written = Origin(tmp, manifest, None, {})
+        before = Reader(found.origin, found.budget.reading, _counted(progress, "verifying", found.nbytes))
+        after = Reader(written, found.budget.reading)
+        for leaf, entry, block in found.work():
+            for region in regions(leaf, block):
+                if different(before.block(leaf, region), after.block(same(entry), region)).any():
+                    raise CorruptCheckpoint(
+                        target / entry.file(), "would not hold what was read; memory or disk of this machine", leaf.name
+                    )
+
+    try:
+        write.write(target, found.manifest, pieces(), overwrite=overwrite, check=check)
+    except SaveFailed as error:
+        if isinstance(error.__cause__, CorruptCheckpoint):
+            raise error.__cause__ from None
+        raise
+    except BaseException:  # such as Ctrl-C: what was written goes, and the space comes back
+        write.remove(target.with_name(target.name + write.TMP))
+        raise
+    return found
+
+
+def _check_target(found: Plan, target: Path, overwrite: bool) -> None:
+    source, place = found.origin.folder.resolve(), target.resolve()
+    if place == source or place in source.parents or source in place.parents:
+        raise ValueError(f"{target} is what is read, or inside of it, or holds it; choose another place.")
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} is there already. Choose another place, or pass --overwrite.")
+    if target.is_file() or (target.exists() and any(target.iterdir()) and not (target / write.FILE).exists()):
+        raise FileExistsError(f"{target} is no checkpoint of jzero, and is not replaced. Choose another place.")
+    parent = next(folder for folder in place.parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    # What a stopped rewrite has left there goes first.
+    left = target.with_name(target.name + write.TMP)
+    free += sum(path.stat().st_blocks * 512 for path in left.rglob("*") if path.is_file()) if left.exists() else 0
+    if found.disk > free:
+        raise LimitExceeded(
+            f"{target}: takes {found.disk / 1e6:,.0f} MB; {free / 1e6:,.0f} MB are free there. Free some space, choose "
+            f"another disk, or --drop, --only or --cast more.",
+            found.disk,
+            free,
+        )
+
+
+def _within(entry: Entry, region) -> Iterator:
+    """The chunks of a leaf that a block of whole chunks has."""
+    begins = [begin // step for (begin, _), step in zip(region, entry.chunk, strict=True)]
+    for number, part in grid([end - begin for begin, end in region], entry.chunk):
+        yield (
+            tuple(n + first for n, first in zip(number, begins, strict=True)),
+            tuple((a + begin, b + begin) for (a, b), (begin, _) in zip(part, region, strict=True)),
+        )
+
+
+def _counted(progress: Progress, task: str, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def more(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(task, done, total)
+
+    return more

@@ -1,0 +1,136 @@
+"""What the commands about checkpoints share: exit codes, sizes, a mesh with its stage, progress, text."""
+
+import argparse
+import contextlib
+import errno
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded, SaveFailed
+from jzero.checkpoint.origin import Origin
+from jzero.checkpoint.reshard import MEMORY
+from jzero.cli.options import mesh_axes, nbytes, parsed
+
+CODES = """\
+exit codes: 0 done; 1 damaged or different; 2 a wrong command line, or no checkpoint there; 3 memory or disk are too
+small, told before anything is written."""
+
+
+def command(subparsers: Any, name: str, text: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Adds a subcommand with examples, and `--json`."""
+    parser = subparsers.add_parser(
+        name,
+        help=text,
+        description=description,
+        epilog=f"{examples}\n\n{CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text; sizes in bytes")
+    return parser
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Adds `--max-memory`."""
+    text = f"memory to take over that of the interpreter (default: {MEMORY // 10**6}MB)"
+    parser.add_argument("--max-memory", type=parsed(nbytes), default=MEMORY, metavar="SIZE", help=text)
+
+
+def exits(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The same command, with messages and exit codes for what can go wrong with checkpoints."""
+
+    def checked(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except (CorruptCheckpoint, LimitExceeded, SaveFailed) as error:
+            print(f"jzero: error: {error}", file=sys.stderr)
+            full = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
+            return 3 if isinstance(error, LimitExceeded) or full else 1
+
+    return checked
+
+
+def mesh_and_stage(text: str) -> tuple[dict[str, int], int | None]:
+    """Reads "data=4,model=2,stage=3"; without a stage that is None.
+
+    Raises:
+        ValueError: Another form.
+
+    Example:
+        >>> mesh_and_stage("data=4,model=2,stage=3"), mesh_and_stage("data=8")
+        (({'data': 4, 'model': 2}, 3), ({'data': 8}, None))
+    """
+    parts = [part.strip() for part in text.split(",")]
+    stages = [part for part in parts if re.fullmatch(r"stage\s*=.*", part)]
+    axes = [part for part in parts if part not in stages]
+    if len(stages) > 1 or not axes or (stages and not re.fullmatch(r"stage\s*=\s*[0-3]", stages[0])):
+        raise ValueError(f"{text!r}; wanted axes and perhaps a stage of 0 to 3, such as data=4,model=2,stage=3")
+    mesh = mesh_axes(",".join(axes))
+    if -1 in mesh.values():
+        raise ValueError(f"{text!r}; wanted the size of each axis, for there are no devices to count")
+    return mesh, int(stages[0][-1]) if stages else None
+
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Bars on stderr, one for each task, if that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(task: str, done: int, total: int) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total)
+            bars.update(tasks[task], completed=done)
+
+        yield progress
+
+
+def size(count: float) -> str:
+    """Bytes for reading.
+
+    Example:
+        >>> size(12), size(4_300_000), size(1.5e10)
+        ('12 B', '4.3 MB', '15 GB')
+    """
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def safe(text: str) -> str:
+    """A name as a terminal may have it: what does not print is escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def title(origin: Origin) -> str:
+    """One line about a checkpoint."""
+    manifest = origin.manifest
+    who = "jzero" if origin.has_checksums else "orbax (no checksums of its own)"
+    step = "" if manifest.step is None else f", step {manifest.step}"
+    total = sum(leaf.nbytes for leaf in manifest.leaves)
+    return f"{safe(str(origin.folder))}: written by {who}{step}, {len(manifest.leaves)} leaves, {size(total)}"
+
+
+def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Lines of columns; those of `right` are aligned on the right. A table of rich takes seconds for 3000 of them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
