@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jzero.checkpoint import encoding, store
-from jzero.checkpoint.chunks import Region, grid, inside, overlap, volume
+from jzero.checkpoint.chunks import Region, grid, inside, overlap
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
@@ -16,6 +16,9 @@ from jzero.checkpoint.recipe import Made
 
 BASE = 40 * 2**20
 """Bytes that tensorstore's threads and their memory take, whatever is read."""
+
+ENOUGH = 32 * 2**20
+"""Bytes of a block beyond which it grows only to cut fewer chunks."""
 
 COPIES = 3
 """How many times the bytes of a chunk that is on its way take, from file to decoded or back."""
@@ -95,10 +98,9 @@ def shape_of_blocks(leaf: Made, chunk: Sequence[int], largest: int) -> tuple[int
             wanted = max(block[dim], min(wanted, largest // rest // chunk[dim] * chunk[dim]))
         if cost(dim, wanted) < cost(dim, block[dim]):
             block[dim] = wanted
-    # What is left of the budget goes to longer blocks along the last dims: small leaves are read whole.
-    for dim in reversed(range(len(shape))):
+    for dim in reversed(range(len(shape))):  # small leaves are read whole
         rest = math.prod(block) // block[dim] * itemsize
-        block[dim] = min(shape[dim], max(1, largest // rest // block[dim]) * block[dim])
+        block[dim] = min(shape[dim], max(1, min(largest, ENOUGH) // rest // block[dim]) * block[dim])
     return tuple(block)
 
 
@@ -148,7 +150,7 @@ class Reader:
 
         parts = [(part, both) for part in leaf.parts if (both := overlap(part.region, region)) is not None]
         store.windowed(itertools.chain.from_iterable(job(part, both) for part, both in parts), self.limit)
-        self.progress(volume(region) * found[0].dtype.itemsize)
+        self.progress(found[0].nbytes)
         return cast(found[0], leaf)
 
 

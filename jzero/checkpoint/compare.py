@@ -92,6 +92,7 @@ def _bitwise(a: Made, b: Made, mine: Reader, theirs: Reader, block: tuple[int, .
         x, y = mine.block(a, region), theirs.block(b, region)
         where = different(x, y)
         if not where.any():
+            del x, y  # before the next ones are read
             continue
         count += int(where.sum())
         x, y = encoding.values(x, a.dtype)[where], encoding.values(y, a.dtype)[where]

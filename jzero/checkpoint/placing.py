@@ -143,8 +143,12 @@ def _bytes(shape: Sequence[int], leaf: Made) -> int:
     return 0 if leaf.stored is None else encoding.nbytes(tuple(shape), leaf.stored)
 
 
+SMALL = 2**20
+"""Bytes below which a chunk is not worth a file of its own: opening it takes longer than reading what is not needed."""
+
+
 def chunk_for(one: Placed, largest: int) -> tuple[int, ...]:
-    """The shape of chunks of which each device reads whole ones only, and no more than it holds.
+    """The shape of chunks of which each device reads whole ones only, or, of small ones, few.
 
     Args:
         one: The leaf on the mesh.
@@ -153,6 +157,11 @@ def chunk_for(one: Placed, largest: int) -> tuple[int, ...]:
     leaf = one.leaf
     if leaf.stored is None:
         return leaf.stored_shape
+    itemsize, shape = encoding.dtype_of(leaf.stored).itemsize, leaf.stored_shape
     cut = [bool(axes) for axes in one.axes] + [False] * len(leaf.words)
-    shard = (*one.shard, *leaf.words)[: len(leaf.stored_shape)]
-    return halved(shard, encoding.dtype_of(leaf.stored).itemsize, largest, cut=cut)
+    shard = (*one.shard, *leaf.words)[: len(shape)]
+    chunk = list(halved(shard, itemsize, largest, cut=cut))
+    while 2 * math.prod(chunk) * itemsize <= min(SMALL, largest) and chunk != list(shape):
+        dim = max(range(len(shape)), key=lambda dim: shape[dim] / chunk[dim])
+        chunk[dim] = min(shape[dim], 2 * chunk[dim])
+    return tuple(chunk)

@@ -160,4 +160,7 @@ def _spec(folder: Path, leaf: Entry) -> dict[str, Any]:
 
 
 def _context() -> Any:
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 2}})
+    # Files are forced to the disk by `write`, all together, which is several times as fast as one by one.
+    return ts.Context(
+        {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 2}, "file_io_sync": False}
+    )

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jzero.checkpoint import orbax_format, store
@@ -19,6 +20,9 @@ TMP = ".jzero-tmp"
 
 OLD = ".jzero-old"
 """Ends the name of one that is being removed or replaced."""
+
+SYNCS = 32
+"""How many files are forced to the disk at once."""
 
 _writes = itertools.count()  # names barriers; all processes write in the same order
 
@@ -65,6 +69,7 @@ def write(
 
     def fill():
         files = store.write(tmp, pieces)
+        _sync_all(tmp / name for name in files)
         part = {name: [sum.size, sum.check] for name, sum in files.items()}
         _write_text(tmp / f"part-{processes.index}", json.dumps(part))
 
@@ -130,8 +135,8 @@ def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int, check) -> N
     _write_text(tmp / FILE, manifest.to_json())
     if check is not None:
         check(tmp, manifest)
-    _sync(tmp / ARRAYS)
-    _sync(tmp)
+    _sync_all(tmp / leaf.file() for leaf in manifest.leaves if leaf.stored is not None)
+    _sync_all(Path(folder) for folder, _, _ in os.walk(tmp))
     if folder.exists():
         old = folder.with_name(folder.name + OLD)
         remove(old)
@@ -182,9 +187,16 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """The names in a folder onto the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync_all(paths: Iterable[Path]) -> None:
+    """Files, or the names in folders, onto the disk; many at a time, for each waits for the disk."""
+    with ThreadPoolExecutor(SYNCS) as pool:
+        for _ in pool.map(_sync, paths):
+            pass
+
+
+def _sync(path: Path) -> None:
+    """A file, or the names in a folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

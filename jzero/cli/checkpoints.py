@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from jzero.checkpoint import malloc
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded, SaveFailed
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.reshard import MEMORY
@@ -41,9 +42,10 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def exits(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """The same command, with messages and exit codes for what can go wrong with checkpoints."""
+    """The same command, with messages and exit codes for what can go wrong with checkpoints, and little memory."""
 
     def checked(options: argparse.Namespace) -> int:
+        malloc.reuse()
         try:
             return run(options)
         except (CorruptCheckpoint, LimitExceeded, SaveFailed) as error:
