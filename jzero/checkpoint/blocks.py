@@ -31,17 +31,10 @@ class Budget:
     Attributes:
         block: A block, of which there may be two at a time.
         reading: Chunks of the source that are on their way.
-        writing: Chunks that are being written.
     """
 
     block: int
     reading: int
-    writing: int
-
-    @property
-    def total(self) -> int:
-        """Bytes that all of it takes over what the process had before."""
-        return BASE + 2 * self.block + COPIES * (self.reading + self.writing)
 
 
 def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
@@ -57,16 +50,20 @@ def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
         LimitExceeded: It is too little.
     """
     writing = max(chunk, store.IN_FLIGHT)
-    least = Budget(chunk, source, writing)
-    if least.total > memory:
+    # Orbax makes chunks of any size. One that is large is a block; it may be compressed, and it is compared with a copy.
+    large = source > ENOUGH
+    least = max(chunk, source) if large else chunk
+    needed = BASE + COPIES * (source + writing) + (source if large else 2 * chunk)
+    if needed > memory:
         raise LimitExceeded(
-            f"{what}: needs --max-memory {-(-least.total // 10**6)}MB; {memory // 10**6}MB are allowed. The largest "
-            f"chunk to read is {source / 1e6:.0f} MB, the largest to write {chunk / 1e6:.0f} MB.",
-            least.total,
+            f"{what}: needs --max-memory {-(-needed // 10**6)}MB; {memory // 10**6}MB are allowed. The largest chunk "
+            f"to read is {source / 1e6:.0f} MB, the largest to write {chunk / 1e6:.0f} MB.",
+            needed,
             memory,
         )
-    reading = source + min((memory - least.total) // 3 // COPIES, max(0, store.IN_FLIGHT - source))
-    return Budget(chunk + (memory - Budget(chunk, reading, writing).total) // 2, reading, writing)
+    spare = memory - needed
+    more = min(spare // 3 // COPIES, max(0, store.IN_FLIGHT - source))
+    return Budget(least + (spare - COPIES * more) // 2, source + more)
 
 
 def shape_of_blocks(leaf: Made, chunk: Sequence[int], largest: int) -> tuple[int, ...]:

@@ -127,12 +127,10 @@ def _chunks(origin: Origin, leaves: Sequence[Made], mesh, stage: int, largest: i
 def _chunk(leaf: Made, largest: int) -> tuple[int, ...]:
     if leaf.stored is None:
         return leaf.stored_shape
-    itemsize = encoding.dtype_of(leaf.stored).itemsize
-    if len(leaf.parts) == 1 and leaf.parts[0].source.stored_shape == leaf.stored_shape:
-        kept = leaf.parts[0].source.chunk
-        if math.prod(kept) * itemsize <= largest:
-            return kept
-    return halved(leaf.stored_shape, itemsize, largest)
+    whole = leaf.stored_shape
+    if len(leaf.parts) == 1 and leaf.parts[0].source.stored_shape == whole:
+        whole = leaf.parts[0].source.chunk  # parts of that are read at once
+    return halved(whole, encoding.dtype_of(leaf.stored).itemsize, largest)
 
 
 def reshard(

@@ -88,9 +88,12 @@ def run(options: argparse.Namespace) -> int:
             "leaves": len(done.leaves),
             "bytes": done.nbytes,
             "seconds": seconds,
+            "left_out": sorted(done.origin.others),
         }
         print(json.dumps(plain, indent=1))
     else:
         speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
         print(f"{safe(options.folder)}: {len(done.leaves)} leaves, {speed}; compared with what was read.")
+        if done.origin.others:
+            print(f"Left out, for these are no arrays: {safe(', '.join(sorted(done.origin.others)))}.")
     return 0
