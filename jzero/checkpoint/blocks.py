@@ -50,7 +50,7 @@ def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
         LimitExceeded: It is too little.
     """
     writing = max(chunk, store.IN_FLIGHT)
-    # Orbax makes chunks of any size. One that is large is a block; it may be compressed, and it is compared with a copy.
+    # Orbax makes chunks of any size. A large one is a block; it may be compressed, and it is compared with a copy.
     large = source > ENOUGH
     least = max(chunk, source) if large else chunk
     needed = BASE + COPIES * (source + writing) + (source if large else 2 * chunk)

@@ -1,6 +1,5 @@
 """Rewriting a checkpoint: other chunks, other leaves, other dtypes, in bounded memory."""
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

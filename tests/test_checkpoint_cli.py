@@ -1,0 +1,200 @@
+"""`jzero inspect`, `verify` and `reshard`: what they print, their JSON, exit codes and messages."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jzero.checkpoint import Manifest
+from jzero.cli import main
+from tests.test_checkpoint_tools import write_arrays
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder of two checkpoints, 1 and 20."""
+    rng = np.random.default_rng(0)
+    saved_from = {
+        "mesh": {"data": 8},
+        "data_axes": ["data"],
+        "replica_axes": [],
+        "processes": 1,
+        "stage": {"params": "sharded", "grads": "sharded", "opt_state": "sharded", "reduce": "block"},
+        "min_shard_size": 4,
+    }
+    for step in (1, 20):
+        arrays = {
+            ("params", "h", "0", "w"): rng.random((16, 8), np.float32),
+            ("params", "h", "1", "w"): rng.random((16, 8), np.float32),
+            ("params", "odd"): rng.random((7, 5), np.float32),
+            ("opt_state", "mu"): rng.random((7, 5), np.float32),
+            ("step",): np.array(step, np.int32),
+        }
+        about = {"step": step, "data": {"batch": 3}, "metrics": {"loss": 1.5}, "saved_from": saved_from}
+        write_arrays(tmp_path / "run" / str(step), arrays, **about)
+    (tmp_path / "run" / "30.jzero-tmp").mkdir()
+    return tmp_path / "run"
+
+
+def called(capsys, *command):
+    code = main(list(map(str, command)))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def as_json(capsys, *command):
+    code, out, _ = called(capsys, *command, "--json")
+    return code, json.loads(out)
+
+
+def test_inspect(run, capsys):
+    code, out, err = called(capsys, "inspect", run, "--fits", "data=4,stage=3")
+    assert code == 0 and err == ""
+    lines = out.splitlines()
+    assert lines[0].endswith("20: written by jzero, step 20, 5 leaves, 1.31 KB")
+    assert "saved from mesh data 8, stage 3, 1 process" in out and "metrics loss 1.5" in out
+    (row,) = [line for line in lines if line.startswith("params/h/0/w ")]
+    assert row.split() == ["params/h/0/w", "float32", "(16,", "8)", "512", "B", "?", "2", "of", "(8,", "8)"]
+    assert "On data 4 at stage 3, each of 4 devices holds between steps:" in out
+    assert "params/odd (7, 5): no dim of (7, 5) divides by 4: stored padded to (8, 5)" in out
+    assert "30.jzero-tmp" in out
+    code, found = as_json(capsys, "inspect", run / "1", "--fits", "data=4")
+    assert code == 0 and found["step"] == 1 and found["bytes"] == 2 * 512 + 2 * 140 + 4
+    assert found["leaves"][0] == {
+        "path": ["params", "h", "0", "w"],
+        "dtype": "float32",
+        "shape": [16, 8],
+        "bytes": 512,
+        "spec": None,
+        "chunk": [8, 8],
+    }
+    # Cut in four: 16 x 2, 2 x 5 of 8 x 5 with padding, and the step on each.
+    assert found["fits"]["bytes_per_device"] == 2 * 128 + 2 * 40 + 4
+    assert found["fits"]["padding_per_device"] == 2 * (40 - 35)
+    assert found["stale"] == [str(run / "30.jzero-tmp")]
+
+
+def test_verify(run, capsys):
+    code, out, _ = called(capsys, "verify", run)
+    assert code == 0 and "20 is whole: " in out
+    code, found = as_json(capsys, "verify", run / "1", "--against", run / "20")
+    assert (
+        code == 1
+        and not found["equal"]
+        and {each["leaf"] for each in found["differences"]}
+        == {
+            "params/h/0/w",
+            "params/h/1/w",
+            "params/odd",
+            "opt_state/mu",
+            "step",
+        }
+    )
+    shutil.copytree(run / "20", run / "21")
+    assert called(capsys, "verify", run / "21", "--against", run / "20")[0] == 0
+    (run / "21" / "state" / "params.odd" / "c" / "0" / "0").unlink()
+    code, out, _ = called(capsys, "verify", run)
+    assert code == 1 and "21 is damaged; 1 files" in out and "leaf params/odd: " in out and "0/0 is missing" in out
+    code, found = as_json(capsys, "verify", run)
+    assert code == 1 and found["problems"][0]["leaf"] == "params/odd" and not found["whole"]
+    (run / "21" / "jzero.json").write_text("{}")
+    for command in (["verify", run / "21"], ["inspect", run / "21"], ["reshard", run / "21", run / "22"]):
+        code, out, err = called(capsys, *command)
+        assert code == 1 and "jzero.json is no manifest" in out + err
+
+
+def test_reshard(run, tmp_path, capsys):
+    made = tmp_path / "made"
+    command = ["reshard", run, made, "--drop", "opt_state", "--stack", "params/h/#=params/h"]
+    code, out, err = called(capsys, *command, "--cast", "params/**=bfloat16", "--mesh", "data=2,stage=3")
+    assert code == 0 and err == "" and "3 leaves" in out and "compared with what was read" in out
+    leaves = {leaf.name: (leaf.dtype, leaf.shape) for leaf in Manifest.read(made).leaves}
+    assert leaves == {
+        "params/h/w": ("bfloat16", (2, 16, 8)),
+        "params/odd": ("bfloat16", (7, 5)),
+        "step": ("int32", ()),
+    }
+    code, found = as_json(capsys, "reshard", run, made, "--overwrite", "--only", "step")
+    assert code == 0 and found["leaves"] == 1 and found["bytes"] == 4 and found["left_out"] == []
+
+
+def test_rules_are_applied_in_their_order(run, tmp_path, capsys):
+    command = [
+        "reshard",
+        run,
+        tmp_path / "made",
+        "--rename",
+        "params/h=params/x",
+        "--split",
+        "params/x/*/w=params/x/*/a,params/x/*/b",
+    ]
+    assert called(capsys, *command, "--merge", "params/x/0/a,params/x/1/b=params/ab@0")[0] == 0
+    found = {leaf.name: leaf.shape for leaf in Manifest.read(tmp_path / "made").leaves}
+    assert found["params/ab"] == (32, 4) and found["params/x/1/a"] == (16, 4) and "params/h/0/w" not in found
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["inspect", "nowhere"], "nowhere is not there"),
+        (["inspect", "."], "holds none: it has neither jzero.json nor orbax's _METADATA"),
+        (["inspect", "run", "--fits", "data=-1"], "wanted the size of each axis"),
+        (["inspect", "run", "--fits", "stage=3"], "wanted axes and perhaps a stage"),
+        (["inspect", "run", "--fits", "data=2,stage=4"], "stage of 0 to 3"),
+        (["inspect", "run", "--fits", "model=2"], "no data axis"),
+        (["verify", "run", "--max-memory", "lots"], "'lots'; wanted whole bytes"),
+        (["verify", "run", "--against", "nowhere"], "nowhere is not there"),
+        (["reshard", "run", "run/20"], "choose another place"),
+        (["reshard", "run/20", "run/1"], "is there already"),
+        (["reshard", "run", "made", "--drop", "a//b"], "has an empty level"),
+        (["reshard", "run", "made", "--drop", "nothing"], "--drop nothing matches none of the 5 leaves"),
+        (["reshard", "run", "made", "--cast", "params=int8"], "of a float dtype"),
+        (["reshard", "run", "made", "--cast", "step=bfloat16"], "step: the checkpoint has int32(), asked for bfloat16"),
+        (["reshard", "run", "made", "--stack", "params/h=params/x"], "with # for the number of the layer on the left"),
+        (["reshard", "run", "made", "--unstack", "params/h/#=params/x"], "on the right"),
+        (["reshard", "run", "made", "--rename", "params/*=params"], "to know what they stand for"),
+        (["reshard", "run", "made", "--rename", "params"], "wanted LEFT=RIGHT"),
+        (["reshard", "run", "made", "--split", "params/odd=params/a:3,params/b"], "all sizes or none"),
+        (
+            ["reshard", "run", "made", "--split", "params/odd=params/a:3,params/b:3"],
+            "cannot be cut into 3 + 3 elements",
+        ),
+        (["reshard", "run", "made", "--merge", "params/odd=params/b"], "wanted LEFT,LEFT,...=RIGHT"),
+    ],
+)
+def test_bad_input_is_told(run, monkeypatch, capsys, command, message):
+    monkeypatch.chdir(run.parent)
+    code, out, err = called(capsys, *command)
+    assert code == 2 and out == "" and message in err
+    assert {path.name for path in run.parent.iterdir()} == {"run"} and len(list(run.iterdir())) == 3
+
+
+def test_limits_are_told_before_anything_is_written(run, tmp_path, monkeypatch, capsys):
+    for command in (
+        ["reshard", run, tmp_path / "made", "--max-memory", "20MB"],
+        ["verify", run, "--max-memory", "20MB"],
+        ["verify", run / "1", "--against", run / "20", "--max-memory", "20MB"],
+    ):
+        code, _, err = called(capsys, *command)
+        assert code == 3 and "needs --max-memory " in err and "20MB are allowed" in err
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    code, _, err = called(capsys, "reshard", run, tmp_path / "made")
+    assert code == 3 and "MB are free there" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "reshard"])
+def test_help_has_examples_and_exit_codes(command, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"jzero {command} run/checkpoints" in out and "exit codes: 0 done; 1 damaged or different; 2" in out
+
+
+def test_a_name_cannot_write_to_the_terminal(tmp_path, capsys):
+    write_arrays(tmp_path / "c", {("params", "\x1b[2J\n"): np.ones(3, np.float32)})
+    for command in (["inspect", tmp_path / "c"], ["verify", tmp_path / "c"]):
+        code, out, _ = called(capsys, *command)
+        assert code == 0 and "\x1b" not in out
+    assert "params/\\x1b[2J\\n" in called(capsys, "inspect", tmp_path / "c")[1]
