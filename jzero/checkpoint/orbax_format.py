@@ -1,4 +1,4 @@
-"""The files by which orbax finds the arrays of a checkpoint; all that jzero knows of orbax's format is here.
+"""The files by which orbax finds the arrays of a checkpoint of jzero; `orbax_reader` reads those that it wrote itself.
 
 The arrays are zarr 3, one folder each (orbax's `use_ocdbt=False`, `use_zarr3=True`), not compressed, each chunk with
 zarr's own codec `crc32c`: whatever reads them, orbax included, notices a changed byte. jzero writes them through

@@ -48,12 +48,23 @@ def exits(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namesp
         malloc.reuse()
         try:
             return run(options)
-        except (CorruptCheckpoint, LimitExceeded, SaveFailed) as error:
-            print(f"jzero: error: {error}", file=sys.stderr)
+        except LimitExceeded as error:
+            return _failed(error, 3)
+        except SaveFailed as error:
             full = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
-            return 3 if isinstance(error, LimitExceeded) or full else 1
+            return _failed(error, 3 if full else 1)
+        except CorruptCheckpoint as error:
+            return _failed(error, 1)
+        except (ValueError, TypeError, OSError) as error:
+            return _failed(error, 2)
 
     return checked
+
+
+def _failed(error: Exception, code: int) -> int:
+    lines = str(error).splitlines()  # a message may have names of a checkpoint that comes from anywhere
+    print("\n".join(safe(line) for line in ("jzero: error: " + lines[0], *lines[1:])), file=sys.stderr)
+    return code
 
 
 def mesh_and_stage(text: str) -> tuple[dict[str, int], int | None]:
