@@ -182,6 +182,17 @@ def test_all_that_is_damaged_is_named_at_once(tmp_path):
     assert len(names) == 3 + 1 + 4 and found.unknown == ("state/mine.txt",)
 
 
+def test_a_chunk_of_another_array_is_found(tmp_path):
+    """Whole, with a checksum that fits its content, and not what was written there."""
+    arrays = {(name,): np.full((16, 16), i, np.float32) for i, name in enumerate("ab")}
+    folder = write_arrays(tmp_path / "c", arrays)
+    shutil.copy(folder / "state" / "a" / "c" / "0" / "0", folder / "state" / "b" / "c" / "0" / "0")
+    (problem,) = verify(folder, memory=MEMORY).problems
+    assert problem.leaf == "b" and "has crc32c:" in str(problem)
+    with pytest.raises(CorruptCheckpoint, match=r"leaf b: .*b/c/0/0 has crc32c:"):
+        reshard(folder, tmp_path / "made")
+
+
 def damage(folder, rng):
     """Does one thing to one file; returns its name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -376,6 +387,21 @@ def test_leaves_are_split_merged_cast_and_dropped(tmp_path):
         ("params", "tail"): arrays["params", "emb"][5:],
     }
     assert bits(found) == bits(wanted)
+
+
+def test_rules_follow_rules(tmp_path):
+    """Parts of parts: merged leaves are unstacked and split where none of them begins."""
+    rng = np.random.default_rng(0)
+    arrays = {("a",): rng.random((3, 6), np.float32), ("b",): rng.random((2, 6), np.float32)}
+    write_arrays(tmp_path / "source", arrays, largest=30)
+    whole = np.concatenate([arrays["a",], arrays["b",]])
+    merge = Merge.parse("a,b=ab@0")
+    reshard(tmp_path / "source", tmp_path / "1", rules=[merge, Unstack.parse("ab=row_#")])
+    assert bits(read_arrays(tmp_path / "1")) == bits({(f"row_{i}",): whole[i] for i in range(5)})
+    reshard(tmp_path / "source", tmp_path / "2", rules=[merge, Split.parse("ab=c:4,d:1@0"), Split.parse("c=e:1,f:5@1")])
+    assert bits(read_arrays(tmp_path / "2")) == bits({("e",): whole[:4, :1], ("f",): whole[:4, 1:], ("d",): whole[4:]})
+    reshard(tmp_path / "source", tmp_path / "3", rules=[merge, Unstack.parse("ab=col_#@1"), Stack.parse("col_#=t")])
+    assert bits(read_arrays(tmp_path / "3")) == bits({("t",): np.ascontiguousarray(whole.T)})
 
 
 def test_blocks_cover_each_leaf_once_whatever_the_chunks():
@@ -650,6 +676,19 @@ def test_a_killed_rewrite_leaves_nothing_that_is_taken_for_whole(tmp_path):
 @pytest.mark.slow
 def test_many_killed_rewrites_leave_nothing_that_is_taken_for_whole(tmp_path):
     assert killed(tmp_path, 60, seed=1) >= 20
+
+
+def test_a_replacement_that_was_stopped_between_its_names_is_taken_back(tmp_path):
+    source = write_arrays(tmp_path / "source", {("new",): np.ones(3, np.float32)})
+    old = write_arrays(tmp_path / "made", {("old",): np.ones(3, np.float32)}).rename(tmp_path / "made.jzero-old")
+    with pytest.raises(FileNotFoundError, match=r"made is not there.* is whole in .*made\.jzero-old"):
+        inspect(tmp_path / "made")
+    with pytest.raises(FileExistsError):
+        reshard(source, tmp_path / "made")
+    assert list(read_arrays(tmp_path / "made")) == [("old",)] and not old.exists()
+    (tmp_path / "made").rename(old)
+    reshard(source, tmp_path / "made", overwrite=True)
+    assert list(read_arrays(tmp_path / "made")) == [("new",)] and not old.exists()
 
 
 def test_a_disk_that_is_too_small_is_told_first(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from jzero.checkpoint.chunks import Region, overlap
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry, Manifest
 from jzero.checkpoint.names import shown
-from jzero.checkpoint.write import stale
+from jzero.checkpoint.write import OLD, stale
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """Is in the name of what orbax has not finished."""
@@ -28,7 +28,11 @@ def find(folder: Path) -> Path:
     if is_checkpoint(folder):
         return folder
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not there, or is no folder; wanted a checkpoint, or a folder of them.")
+        old = folder.with_name(folder.name + OLD)
+        hint = f" Its replacement was stopped; what it was is whole in {old}." if is_checkpoint(old) else ""
+        raise FileNotFoundError(
+            f"{folder} is not there, or is no folder; wanted a checkpoint, or a folder of them.{hint}"
+        )
     steps = [path for path in folder.iterdir() if path.name.isdecimal() and is_checkpoint(path)]
     if not steps:
         found = ", ".join(path.name for path in left_behind(folder))
