@@ -14,6 +14,9 @@ from typing import Any
 
 from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest
 
+MARK = {"jzero": 1}
+"""Is in the metadata of what jzero writes, so that a checkpoint that has lost its manifest is not taken for orbax's."""
+
 DICT = 2
 """Orbax's number for a key of a dict."""
 
@@ -35,7 +38,7 @@ def files(manifest: Manifest) -> dict[str, str]:
         "use_ocdbt": False,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
+        "custom_metadata": MARK,
     }
     return {"_CHECKPOINT_METADATA": json.dumps(checkpoint), f"{ARRAYS}/_METADATA": json.dumps(item)}
 

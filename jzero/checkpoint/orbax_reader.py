@@ -16,8 +16,9 @@ import tensorstore as ts
 
 from jzero.checkpoint import encoding
 from jzero.checkpoint.errors import CorruptCheckpoint
-from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.manifest import FILE, Entry
 from jzero.checkpoint.names import shown
+from jzero.checkpoint.orbax_format import MARK
 
 CHECKPOINT, ITEM = "_CHECKPOINT_METADATA", "_METADATA"
 """Orbax's description of a checkpoint, and of one of its items."""
@@ -66,6 +67,8 @@ def described(folder: Path) -> Described:
     implementations: dict[tuple[Path, str], str] = {}
     for item in items:
         metadata = _json(item / ITEM)
+        if metadata.get("custom_metadata") == MARK:
+            raise CorruptCheckpoint(folder / FILE, "is missing, for jzero wrote this checkpoint; it may be half a copy")
         prefix = (item.name,) if len(items) > 1 else ()
         implementations |= {(item, name): impl for name, impl in _random_keys(item)}
         placed |= {(item, name): value for name, value in _shardings(item)}
