@@ -99,14 +99,14 @@ class Origin:
         """Whether damage can be told from data."""
         return self.specs is None
 
-    def array(self, leaf: Entry) -> Any:
+    def array(self, leaf: Entry, context: ts.Context) -> Any:
         """The array of a leaf, as tensorstore opens it; its description is checked."""
         if self.specs is None:
             self.manifest.check_file(self.folder, leaf.file(), leaf.name)
-            return store.open_array(self.folder, leaf)
+            return store.open_array(self.folder, leaf, context)
         spec = self.specs[leaf.path]
         try:
-            return ts.open(spec, open=True, read=True, context=_context()).result()
+            return ts.open(spec, open=True, read=True, context=context).result()
         except ValueError as error:
             raise self._corrupt(leaf, None, error) from error
 
@@ -150,7 +150,8 @@ class Origin:
         return CorruptCheckpoint(file, f"cannot be read ({text})", leaf.name)
 
 
-def _context() -> Any:
+def reading() -> ts.Context:
+    """What tensorstore shares between arrays that are read one after another."""
     # OCDBT reads the nodes of its index again and again unless they fit; arrays are not kept.
     return ts.Context({"cache_pool": {"total_bytes_limit": 2**22}, "data_copy_concurrency": {"limit": 2}})
 

@@ -11,7 +11,7 @@ from jzero.checkpoint.blocks import BASE, COPIES
 from jzero.checkpoint.chunks import grid
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded
 from jzero.checkpoint.manifest import ARRAYS, FILE, Entry, Manifest
-from jzero.checkpoint.origin import Origin, find
+from jzero.checkpoint.origin import Origin, find, reading
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def verify(
     files = 1
     if origin.has_checksums:
         files += _small(origin, problems)
-    total, done = sum(leaf.nbytes for leaf in leaves), 0
+    total, done, context = sum(leaf.nbytes for leaf in leaves), 0, reading()
 
     def taken(nbytes):
         nonlocal done
@@ -86,11 +86,11 @@ def verify(
         for leaf in leaves:
             files += 1
             try:
-                array = origin.array(leaf)
+                array = origin.array(leaf, context)
             except CorruptCheckpoint as error:
                 problems.append(error)
                 # Its chunks are checked all the same, as the manifest describes them.
-                array = store.open_array(folder, leaf) if origin.has_checksums else None
+                array = store.open_array(folder, leaf, context) if origin.has_checksums else None
             if array is not None:
                 for number, region in grid(leaf.stored_shape, leaf.chunk):
                     files += 1
