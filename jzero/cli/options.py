@@ -63,11 +63,6 @@ def nbytes(text: str) -> int:
     return int(size)
 
 
-def unit(prefix: str | None, binary: str | None) -> int:
-    """What a prefix of K, M, G or T stands for, in thousands, or with "i" behind it in 1024s."""
-    return (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1 if prefix else 0)
-
-
 def filled(axes: dict[str, int] | None, devices: int | None) -> dict[str, int]:
     """Sizes of all axes, from `--mesh` and `--devices`, of which one may be left out.
 
