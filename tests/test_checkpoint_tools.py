@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -35,7 +36,7 @@ from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.inspection import inspect
 from jzero.checkpoint.manifest import _digest
 from jzero.checkpoint.names import folders
-from jzero.checkpoint.origin import Origin, find
+from jzero.checkpoint.origin import Origin, find, left_behind
 from jzero.checkpoint.patterns import Pattern
 from jzero.checkpoint.recipe import same
 from jzero.checkpoint.rename import Cast, Merge, Rename, Split, Stack, Unstack
@@ -602,77 +603,60 @@ def test_large_chunks_of_others_are_told_first():
 
 # --- rewrites that are stopped
 
-KILLED = """
-import json, os, random, shutil, signal, sys, time
+REWRITES = """
+import sys
+import time
 from pathlib import Path
 
-from jzero.checkpoint.compare import compare
-from jzero.checkpoint.origin import Origin, is_checkpoint, left_behind
-from jzero.checkpoint.reshard import MEMORY, reshard
-from jzero.checkpoint.verify import verify
+from jzero.checkpoint.reshard import reshard
 
-source, target, trials, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-
-
-def apart(work):
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return child
-
-
-def done(child):
-    status = os.waitpid(child, 0)[1]
-    assert status == 0, status
-
-
-def same():
-    assert not verify(target, memory=MEMORY).problems
-    assert not list(compare(Origin.open(source), Origin.open(target), MEMORY))
-
-
-began = time.perf_counter()
-done(apart(lambda: reshard(source, target, chunk=6000)))
-whole = time.perf_counter() - began
-moment, half = random.Random(seed), 0
-for trial in range(trials):
-    replaced = trial % 2  # a target that was there is still there, or the new one is
-    if not replaced:
-        shutil.rmtree(target)
-    child = apart(lambda: reshard(source, target, chunk=6000, overwrite=True))
-    time.sleep(moment.uniform(0, whole))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    half += bool(left_behind(target.parent))
-    assert not list((source).glob("*jzero-tmp"))
-    if is_checkpoint(target):
-        done(apart(same))
-    else:
-        # Between the two renames of a replacement the old one has another name, and is whole.
-        assert not target.exists()
-    done(apart(lambda: reshard(source, target, chunk=6000, overwrite=True)))
-    done(apart(same))
-    assert not left_behind(target.parent), left_behind(target.parent)
-print(json.dumps(half))
+print("ready", flush=True)
+sys.stdin.readline()
+reshard(Path(sys.argv[1]), Path(sys.argv[2]), chunk=6000, overwrite=True)
 """
 
 
-def killed(tmp_path, trials, seed):
-    rng = np.random.default_rng(0)
-    write_arrays(tmp_path / "source", {("params", str(i)): rng.random((64, 64), np.float32) for i in range(12)}, 10**6)
-    (tmp_path / "killed.py").write_text(KILLED)
+def rewriting(source, target):
+    """A process of its own that will rewrite, when it is told to. Not a fork, which tensorstore does not survive."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    paths = [str(tmp_path / name) for name in ("killed.py", "source", "made")]
-    run = subprocess.run(
-        [sys.executable, *paths, str(trials), str(seed)], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(run.stdout)
+    command = [sys.executable, "-c", REWRITES, str(source), str(target)]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def killed(tmp_path, trials, seed):
+    """How many rewrites were killed half-way; each time what is found is whole, and the next one goes through."""
+    rng, moment, half = np.random.default_rng(0), random.Random(seed), 0
+    arrays = {("params", str(i)): rng.random((64, 64), np.float32) for i in range(12)}
+    source, target = write_arrays(tmp_path / "source", arrays, 10**6), tmp_path / "made"
+    reshard(source, target, chunk=6000)
+    began = time.perf_counter()
+    reshard(source, target, chunk=6000, overwrite=True)
+    whole = time.perf_counter() - began
+    waiting = [rewriting(source, target)]
+    for trial in range(trials):
+        if trial + 1 < trials:
+            waiting.append(rewriting(source, target))
+        if trial % 2:  # else one that is there is replaced: it is still there, or the new one is
+            write.remove(target)
+        child = waiting.pop(0)
+        with child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            time.sleep(moment.uniform(0, whole))
+            child.kill()
+        left = left_behind(tmp_path)
+        half += bool(left)
+        if target.exists():
+            assert bits(read_arrays(target)) == bits(arrays) and not verify(target, memory=MEMORY).problems
+        else:
+            # Between its two names what was to be replaced is whole, under the other one.
+            assert trial % 2 or bits(read_arrays(tmp_path / "made.jzero-old")) == bits(arrays)
+        reshard(source, target, chunk=6000, overwrite=True)
+        assert bits(read_arrays(target)) == bits(arrays)
+        assert {path.name for path in tmp_path.iterdir()} == {"source", "made"}, "the space is back"
+    return half
 
 
 def test_a_killed_rewrite_leaves_nothing_that_is_taken_for_whole(tmp_path):
