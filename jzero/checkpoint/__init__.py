@@ -1,13 +1,33 @@
 """Checkpoints: training states on the disk, whatever the layout that they come from or go to.
 
 `Checkpointer` saves and restores. `inspection.inspect`, `verify.verify`, `compare.compare` and `reshard.reshard` are
-what the command line calls. Below them, for tools that make or rewrite checkpoints: `Manifest` says what one holds,
-`store.read` reads its chunks and checks them, and `write.write` writes one, all at once. The format is described in
-`docs/checkpoints.md`.
+what the command line calls. `export_safetensors`, `import_params` and `load_safetensors` exchange params with the
+Hugging Face world and with PyTorch; `Rules` give names and shapes. Below them, for tools that make or rewrite
+checkpoints: `Manifest` says what one holds, `store.read` reads its chunks and checks them, and `write.write` writes
+one, all at once. The formats are described in `docs/checkpoints.md` and `docs/safetensors.md`.
 """
 
 from jzero.checkpoint.checkpointer import Checkpointer, Restored
-from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, SaveFailed
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, LimitExceeded, SaveFailed
+from jzero.checkpoint.exchange.bring import Imported, import_params
+from jzero.checkpoint.exchange.export import Exported, export_safetensors
+from jzero.checkpoint.exchange.load import load_safetensors
+from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.manifest import Entry, Manifest
 
-__all__ = ["CheckpointMismatch", "Checkpointer", "CorruptCheckpoint", "Entry", "Manifest", "Restored", "SaveFailed"]
+__all__ = [
+    "CheckpointMismatch",
+    "Checkpointer",
+    "CorruptCheckpoint",
+    "Entry",
+    "Exported",
+    "Imported",
+    "LimitExceeded",
+    "Manifest",
+    "Restored",
+    "Rules",
+    "SaveFailed",
+    "export_safetensors",
+    "import_params",
+    "load_safetensors",
+]

@@ -14,10 +14,13 @@ class CorruptCheckpoint(Exception):
         leaf: Path of the leaf that it belongs to, such as "params/w"; None if it belongs to all.
     """
 
+    kind = "leaf"
+    way_out = "Restore an earlier step, or bring this file back from a copy."
+
     def __init__(self, file: object, reason: str, leaf: str | None = None):
         self.file, self.leaf = str(file), leaf
-        whose = f"leaf {leaf}: " if leaf is not None else ""
-        super().__init__(f"{whose}{file} {reason}. Restore an earlier step, or bring this file back from a copy.")
+        whose = f"{self.kind} {leaf}: " if leaf is not None else ""
+        super().__init__(f"{whose}{file} {reason}. {self.way_out}")
 
 
 class CheckpointMismatch(ValueError):

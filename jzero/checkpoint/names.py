@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
@@ -54,6 +55,21 @@ def quote(key: str) -> str:
         char if _PLAIN.fullmatch(char) else "".join(f"%{byte:02X}" for byte in char.encode("utf-8", "surrogatepass"))
         for char in key
     )
+
+
+def unquote(text: str) -> str:
+    """The inverse of `quote`; what it does not write stays as it is.
+
+    Example:
+        >>> unquote("a%2Eb%2Fc"), unquote("%empty"), unquote("100%")
+        ('a.b/c', '', '100%')
+    """
+    if text == quote(""):
+        return ""
+    try:
+        return unquote_to_bytes(text.encode("utf-8", "surrogatepass")).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return text
 
 
 def folders(paths: Sequence[Path]) -> list[tuple[str, ...]]:

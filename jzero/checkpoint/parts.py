@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 from jax.tree_util import tree_flatten_with_path
 
 from jzero.checkpoint import encoding
@@ -67,7 +67,7 @@ class Want:
     shape: tuple[int, ...]
     dtype: str
     stored: tuple[int, ...]
-    sharding: NamedSharding
+    sharding: Sharding
 
 
 def items(state: TrainState, tx: Any, layout: Layout, only: Sequence[str] = PARTS) -> list[Item]:

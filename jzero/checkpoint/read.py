@@ -67,7 +67,7 @@ class _Target:
     def _memory(self) -> dict[Region, np.ndarray]:
         """Host memory of each part, made when the first chunk is there."""
         if not self.parts:
-            self.parts = {region: _aligned([e - b for b, e in region], self.dtype) for region in self.regions}
+            self.parts = {region: aligned([e - b for b, e in region], self.dtype) for region in self.regions}
             if self.want.stored != self.want.shape:
                 for memory in self.parts.values():
                     memory[...] = np.zeros((), self.dtype)
@@ -81,7 +81,7 @@ class _Target:
         return encoding.wrapped(x, self.want.dtype)
 
 
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Host memory that JAX need not copy, its content undefined."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + ALIGNED, np.uint8)

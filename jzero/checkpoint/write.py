@@ -142,11 +142,11 @@ def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int, check) -> N
         remove(old)
         folder.rename(old)
         tmp.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         remove(old)
     else:
         tmp.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
 def stale(directory: Path) -> list[Path]:
@@ -190,11 +190,11 @@ def _write_text(path: Path, text: str) -> None:
 def _sync_all(paths: Iterable[Path]) -> None:
     """Files, or the names in folders, onto the disk; many at a time, for each waits for the disk."""
     with ThreadPoolExecutor(SYNCS) as pool:
-        for _ in pool.map(_sync, paths):
+        for _ in pool.map(sync, paths):
             pass
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """A file, or the names in a folder, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,0 +1,1 @@
+"""Params to and from the Hugging Face world: safetensors files, with its names, shapes and shards."""

@@ -1,0 +1,245 @@
+"""Leaves of params and tensors of files, joined by the rules of a map, slice by slice."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jzero.checkpoint.chunks import Region
+from jzero.checkpoint.errors import CheckpointMismatch
+from jzero.checkpoint.exchange.format import CODES, METADATA, Tensor
+from jzero.checkpoint.exchange.rules import Rules
+from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.names import Path, quote, shown, unquote
+
+ROOT = "params"
+"""The part of a checkpoint that is exchanged."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A leaf, and the tensors that are it.
+
+    Attributes:
+        path: Where the leaf is, from "params" on.
+        shape: Its shape.
+        dtype: Name of its dtype.
+        tensors: Names of its tensors: one, or one for each index of the dims in which they are stacked.
+        stack: The lengths of these dims, which come first.
+        order: For each further dim of the leaf the dim of the tensor.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    tensors: tuple[str, ...]
+    stack: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Its path as messages have it."""
+        return shown(self.path)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each of its tensors."""
+        inner = self.shape[len(self.stack) :]
+        return tuple(inner[self.order.index(dim)] for dim in range(len(self.order)))
+
+    def parts(self, region: Region) -> Iterator[tuple[str, Region, tuple[int, ...]]]:
+        """What of which tensors a slice of the leaf is.
+
+        Returns:
+            For each tensor of which there is something: its name, its slice, and where that lies in the slice of the
+            leaf, as an index of the dims that are stacked.
+        """
+        ahead, inner = region[: len(self.stack)], region[len(self.stack) :]
+        slice_ = tuple(inner[self.order.index(dim)] for dim in range(len(self.order)))
+        for index in itertools.product(*(range(begin, end) for begin, end in ahead)):
+            number = int(np.ravel_multi_index(index, self.stack)) if index else 0
+            yield self.tensors[number], slice_, tuple(i - begin for i, (begin, _) in zip(index, ahead, strict=True))
+
+    def to_leaf(self, array: np.ndarray) -> np.ndarray:
+        """A slice of a tensor, with its dims as the leaf has them. Nothing is copied."""
+        return array.transpose(self.order)
+
+    def to_tensor(self, array: np.ndarray) -> np.ndarray:
+        """The inverse of `to_leaf`."""
+        return array.transpose(np.argsort(self.order)) if self.order else array
+
+
+def outward(what: str, entries: Iterable[Entry], rules: Rules | None, dtype: str | None = None) -> list[Link]:
+    """Finds for each leaf of the params of a checkpoint the tensors that it becomes.
+
+    Without rules, a leaf is a tensor whose name is the keys of the leaf joined by dots, quoted as folders are.
+
+    Args:
+        what: The checkpoint, for messages.
+        entries: Its leaves.
+        rules: The map; None: every leaf as it is.
+        dtype: The dtype that floats are cast to; None: none is cast.
+
+    Raises:
+        CheckpointMismatch: Leaves that no tensor can be made of, all of them.
+    """
+    links, problems, taken = [], [], {}
+    for entry in entries:
+        if entry.path[0] != ROOT:
+            continue
+        try:
+            link = _outward(entry, rules)
+        except ValueError as error:
+            problems.append(f"{entry.name}: the checkpoint has {entry.dtype}{entry.shape}; {error}.")
+            continue
+        if link is None:
+            continue
+        cast = dtype if dtype and is_float(entry.dtype) else entry.dtype
+        if cast not in CODES:
+            problems.append(
+                f"{entry.name}: the checkpoint has {entry.dtype}{entry.shape}, and safetensors has no such dtype. "
+                + ("Cast it, with dtype= or --dtype" if is_float(entry.dtype) else "List it under `skip` of a map")
+                + "."
+            )
+            continue
+        for name in link.tensors:
+            if taken.setdefault(name, link) is not link:
+                problems.append(f"{entry.name}: would be tensor {name!r}, as is {taken[name].name}. Change the map.")
+        links.append(replace(link, dtype=cast))
+    if not links and not problems:
+        problems.append("params: the checkpoint has none that could be exported.")
+    if problems:
+        raise CheckpointMismatch(what, problems)
+    return links
+
+
+def is_float(dtype: str) -> bool:
+    """Whether this is the name of a float, of any width."""
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _outward(entry: Entry, rules: Rules | None) -> Link | None:
+    keys = entry.path[1:]
+    if rules is None:
+        name = ".".join(map(quote, keys)) if keys else ROOT
+        if name == METADATA:
+            raise ValueError(f"a tensor cannot be named {METADATA}, the format needs it. Rename it by a map")
+        return Link(entry.path, entry.shape, entry.dtype, (name,), (), tuple(range(len(entry.shape))))
+    if keys[: len(rules.under)] != rules.under:
+        raise ValueError(f"the map is for leaves under {shown(rules.under)}")
+    keys = keys[len(rules.under) :]
+    if rules.skips(keys):
+        return None
+    found = rules.of_leaf(keys)
+    if found is None:
+        raise ValueError(
+            f"map {rules.source} has no leaf {shown(keys)}. Add it to [leaves] or `skip` of a map of your own; for "
+            f"leaves under another key pass under= or --under, for layers that are not stacked --unstacked"
+        )
+    rule, values = found
+    count = len(rule.stacked)
+    if len(entry.shape) < count:
+        raise ValueError(f"map {rules.source} has {rule.stacked} stacked in its first dims")
+    stack = entry.shape[:count]
+    try:
+        order = rule.order(len(entry.shape) - count)
+    except ValueError as error:
+        raise ValueError(f"its tensor {error}") from error
+    if 0 in stack:
+        raise ValueError("no tensor can be made of no layers")
+    indices = itertools.product(*map(range, stack))
+    names = tuple(rule.name(values | dict(zip(rule.stacked, index, strict=True))) for index in indices)
+    return Link(entry.path, entry.shape, entry.dtype, names, stack, order)
+
+
+def inward(what: str, tensors: Sequence[Tensor], rules: Rules | None) -> list[Link]:
+    """Finds the leaves that the tensors of a model become, in the order of their names.
+
+    Args:
+        what: The model, for messages.
+        tensors: Its tensors, each name once.
+        rules: The map; None: every tensor as it is, the inverse of `outward` without rules.
+
+    Raises:
+        CheckpointMismatch: Tensors that are no leaf, or do not make up one; all of them.
+    """
+    problems: list[str] = []
+    groups: dict[Path, dict[tuple[int, ...], Tensor]] = {}
+    found_rules = {}
+    for tensor in tensors:
+        if rules is not None and (rules.ignores(tensor.name) or rules.copy_of(tensor.name) is not None):
+            continue
+        if tensor.dtype is None:
+            problems.append(f"{_described(tensor)}: jzero does not read this dtype. Cast it, or `ignore` it in a map.")
+            continue
+        found = None if rules is None else rules.of_tensor(tensor.name)
+        if rules is None:
+            path, index = (ROOT, *map(unquote, tensor.name.split("."))), ()
+        elif found is None:
+            problems.append(
+                f"{_described(tensor)}: map {rules.source} has no such tensor. Add it to [leaves] or `ignore` of a map "
+                f"of your own."
+            )
+            continue
+        else:
+            rule, values = found
+            path = (ROOT, *rules.under, *rule.path(values))
+            index = tuple(values[name] for name in rule.stacked)
+            found_rules[path] = rule
+        other = groups.setdefault(path, {}).setdefault(index, tensor)
+        if other is not tensor:
+            problems.append(f"{_described(tensor)}: would be the leaf {shown(path)}, as is {other.name}.")
+    links = []
+    for path, group in sorted(groups.items()):
+        try:
+            links.append(_stacked(path, group, found_rules.get(path)))
+        except ValueError as error:
+            problems.append(f"{shown(path)}: {error}.")
+    if not links and not problems:
+        problems.append("no tensors: the files have none that could be imported.")
+    problems += _nested([link.path for link in links])
+    if problems:
+        raise CheckpointMismatch(what, problems)
+    return links
+
+
+def _stacked(path: Path, group: Mapping[tuple[int, ...], Tensor], rule) -> Link:
+    tensors = [group[index] for index in sorted(group)]
+    first, indices = tensors[0], sorted(group)
+    stack = tuple(max(index[dim] for index in indices) + 1 for dim in range(len(indices[0])))
+    if math.prod(stack) != len(indices):
+        count = math.prod(stack) - len(indices)
+        absent = (index for index in np.ndindex(*stack) if index not in group)
+        some = ", ".join(
+            rule.name(dict(zip(rule.stacked, index, strict=True))) for index in itertools.islice(absent, 5)
+        )
+        raise ValueError(
+            f"the file has {len(indices)} tensors of {math.prod(stack)}; missing are {some}"
+            + (f" and {count - 5} more" if count > 5 else "")
+        )
+    for tensor in tensors:
+        if (tensor.code, tensor.shape) != (first.code, first.shape):
+            raise ValueError(f"the file has {_described(first)} and {_described(tensor)}, which cannot be stacked")
+    try:
+        order = tuple(range(len(first.shape))) if rule is None else rule.order(len(first.shape))
+    except ValueError as error:
+        raise ValueError(f"the file has {_described(first)}, which {error}") from error
+    shape = stack + tuple(first.shape[dim] for dim in order)
+    return Link(path, shape, str(first.dtype), tuple(tensor.name for tensor in tensors), stack, order)
+
+
+def _nested(paths: Sequence[Path]) -> list[str]:
+    """Leaves inside of leaves, which no tree has."""
+    leaves = set(paths)
+    return [
+        f"{shown(path)}: would lie inside of {shown(path[:length])}, which is a leaf itself. Rename them by a map."
+        for path in paths
+        for length in range(1, len(path))
+        if path[:length] in leaves
+    ]
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.name} {tensor.code}{tensor.shape}"
