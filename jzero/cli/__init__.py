@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jzero.cli import bandwidth, estimate, inspect, preflight, reshard, verify
+from jzero.cli import bandwidth, estimate, export, import_, inspect, preflight, reshard, verify
 
-COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard)
+COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard, export, import_)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
