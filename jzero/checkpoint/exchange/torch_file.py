@@ -192,7 +192,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self.places = places
         for code, argument, _ in pickletools.genops(data):  # raises where one asks for more bytes than there are
-            if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+            if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(data):
                 raise pickle.UnpicklingError(f"it would fill the memory, with {argument} objects")
 
     def find_class(self, module: str, name: str) -> Any:
