@@ -3,15 +3,17 @@
 import errno
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jzero.checkpoint import Manifest
+from jzero.checkpoint import Manifest, export_safetensors, import_params
 from jzero.cli import main
 from tests.exchange import bits_of, held, saved
 
@@ -106,92 +108,98 @@ def test_help_has_examples(capsys, name):
     assert f"  jzero {name} " in out and "--map gpt2" in out and "exit codes: 0 done; 1 damaged" in out
 
 
-KILLS = """
-import os, random, signal, sys, time
-from pathlib import Path
+RUNS = """
+import sys
 from jzero.checkpoint import export_safetensors, import_params
-root, command, trials, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-turn = random.Random(seed)
-
-def child(number):
-    pid = os.fork()  # imports once; nothing that has threads has run before
-    if pid:
-        return pid
-    try:
-        if command == "export":
-            export_safetensors(root / str(number % 2), root / "out", max_shard=10**6, overwrite=True)
-        else:
-            import_params(root / f"files{number % 2}", root / "out", overwrite=True)
-    except BaseException as error:
-        print(error, file=sys.stderr)
-        os._exit(1)
-    os._exit(0)
-
-def whole(number):
-    began = time.monotonic()
-    assert os.waitpid(child(number), 0)[1] == 0
-    return time.monotonic() - began
-
-took = whole(0)
-for number in range(trials):
-    pid = child(number + 1)
-    time.sleep(turn.uniform(0, 1.1 * took))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    print(*sorted(path.name for path in root.iterdir() if path.name.startswith("out")), flush=True)
-    sys.stdin.readline()  # the other process looks
-    took = max(took, whole(number + 1))
-    print(*sorted(path.name for path in root.iterdir() if path.name.startswith("out")), flush=True)
-    sys.stdin.readline()
+command, source, target = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+if command == "export":
+    export_safetensors(source, target, max_shard=10**6, overwrite=True)
+else:
+    import_params(source, target, overwrite=True)
 """
 
 
-def killed(tmp_path, command, trials, look):
-    """Kills a command at random moments; `look` sees what is there after each kill and each rerun, and its turn."""
-    line = [sys.executable, "-c", KILLS, str(tmp_path), command, str(trials), "0"]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin and process.stdout
-        for number in range(trials):
-            for rerun in (False, True):
-                names = process.stdout.readline().split()
-                assert names, "the process ended"
-                look(names, number + 1, rerun)
+def run(command, source, target):
+    if command == "export":
+        export_safetensors(source, target, max_shard=10**6, overwrite=True)
+    else:
+        import_params(source, target, overwrite=True)
+
+
+def starting(command, source, target):
+    """A process of its own that will run a command when it is told to."""
+    line = [sys.executable, "-c", RUNS, command, str(source), str(target)]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def killed(command, sources, target, trials, look):
+    """Kills a command at random moments. Then a whole folder is there, and the next run leaves nothing else.
+
+    Returns how often it was killed half-way.
+    """
+    began = time.perf_counter()
+    run(command, sources[0], target)
+    took, turn, half = time.perf_counter() - began, random.Random(0), 0
+    batches = [range(trials)[first : first + 3] for first in range(0, trials, 3)]
+    for batch in batches:
+        processes = {number: starting(command, sources[(number + 1) % 2], target) for number in batch}
+        try:
+            for number, process in processes.items():
+                assert process.stdout and process.stdin and process.stdout.readline() == "ready\n"
                 process.stdin.write("\n")
                 process.stdin.flush()
-    assert process.returncode == 0
+                time.sleep(turn.uniform(0, 1.5 * took))
+                process.kill()
+                process.wait()
+                names = {path.name for path in target.parent.glob("out*")}
+                assert names <= {"out", "out.jzero-tmp", "out.jzero-old"}
+                half += names != {"out"}
+                # Between two renames the old one has another name; the next run takes it back.
+                there = target if target.exists() else target.with_name("out.jzero-old")
+                assert look(there) in (0, 1)
+                run(command, sources[(number + 1) % 2], target)
+                assert [path.name for path in target.parent.glob("out*")] == ["out"]
+                assert look(target) == (number + 1) % 2
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.communicate()
+    return half
 
 
 TWO = [{("a",): bits_of(np.float32, 700, 500), ("b", "c"): bits_of(np.float32, 300, 500)} for _ in range(2)]
 
 
+def which(found):
+    """Which of the two it is; None if it is not all of one."""
+    turns = [number for number, leaves in enumerate(TWO) if found == {path: x.tobytes() for path, x in leaves.items()}]
+    return turns[0] if turns else None
+
+
 @pytest.mark.parametrize("trials", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_kills_of_an_export(tmp_path, trials):
-    for number, leaves in enumerate(TWO):
-        saved(tmp_path / str(number), leaves, 100_000)
+    sources = [saved(tmp_path / str(number), leaves, 100_000) for number, leaves in enumerate(TWO)]
 
-    def look(names, number, rerun):
-        assert names == ["out"] if rerun else {*names} <= {"out", "out.jzero-tmp", "out.jzero-old"}
-        there = "out" if "out" in names else "out.jzero-old"  # between two renames; the rerun takes it back
-        found = written(tmp_path / there)
-        turns = [n for n in range(2) if all(found[".".join(p)] == x.tobytes() for p, x in TWO[n].items())]
-        assert turns == [number % 2] if rerun else len(turns) == 1
+    def look(folder):
+        return which({tuple(name.split(".")): data for name, data in written(folder).items()})
 
-    killed(tmp_path, "export", trials, look)
+    half = killed("export", sources, tmp_path / "out", trials, look)
+    assert trials == 3 or half > 3
 
 
 @pytest.mark.slow
 def test_kills_of_an_import(tmp_path):
+    sources = []
     for number, leaves in enumerate(TWO):
-        saved(tmp_path / str(number), leaves, 100_000)
-        assert main(["export", str(tmp_path / str(number)), str(tmp_path / f"files{number}")]) == 0
+        export_safetensors(saved(tmp_path / str(number), leaves, 100_000), tmp_path / f"files{number}")
+        sources.append(tmp_path / f"files{number}")
 
-    def look(names, number, rerun):
-        assert names == ["out"] if rerun else {*names} <= {"out", "out.jzero-tmp", "out.jzero-old"}
-        found = held(tmp_path / ("out" if "out" in names else "out.jzero-old"))
-        turns = [n for n in range(2) if all(found[p].tobytes() == x.tobytes() for p, x in TWO[n].items())]
-        assert turns == [number % 2] if rerun else len(turns) == 1
+    def look(folder):
+        return which({path: x.tobytes() for path, x in held(folder).items()})
 
-    killed(tmp_path, "import", 30, look)
+    assert killed("import", sources, tmp_path / "out", 30, look) > 3
 
 
 def written(folder):
