@@ -39,6 +39,7 @@ sgd = optax.sgd(0.1)
 def folder(tmp_path, monkeypatch):
     (tmp_path / "mymodel.py").write_text(MODEL)
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
@@ -113,6 +114,8 @@ def test_plot(folder, capsys):
         ("--params 1e9 --devices 8 --stage 4", "invalid choice: 4"),
         ("--params 1e9 --devices 8 --reserve 2", "reserve=2.0; a share of the memory"),
         ("--params 1e9 --devices 8 --plot nowhere/memory.png", "No such file or directory"),
+        ("--params 1e9 --devices 8 --plot memory.xyz", "memory.xyz: cannot write .xyz; "),
+        ("--model exits:params --devices 8", "importing 'exits' failed with SystemExit: 3"),
         ("--devices 8", "one of the arguments --params --model is required"),
         ("--model mymodel --devices 8", "wanted module:name"),
         (

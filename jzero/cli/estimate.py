@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jzero.advice import RESERVE, Advice, advise, gb
-from jzero.cli.options import called, filled, mesh_axes, named, parsed
+from jzero.cli.options import called, filled, mesh_axes, named, parsed, plot_file
 from jzero.devices import DEVICES
 from jzero.estimate import LAYERS, OPTIMIZERS, Entry, Estimate, estimate
 from jzero.figures import plan_bars
@@ -72,7 +72,8 @@ def add(subparsers: Any) -> None:
     text = f"share of its memory to keep for activations (default: {RESERVE})"
     parser.add_argument("--reserve", type=float, default=RESERVE, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--plot", metavar="FILE", help="draw memory and traffic into this file (.pdf, .png, .svg)")
+    text = "draw memory and traffic into this file (.pdf, .png, .svg)"
+    parser.add_argument("--plot", type=parsed(plot_file), metavar="FILE", help=text)
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from jzero.jaxprs import LIBRARIES
 
@@ -63,6 +66,26 @@ def nbytes(text: str) -> int:
     return int(size)
 
 
+def plot_file(text: str) -> Path:
+    """Where a picture is to go, checked before the work that it shows.
+
+    Raises:
+        ValueError: No format that matplotlib writes, or a folder that is not there or may not be written to.
+
+    Example:
+        >>> plot_file("memory.pdf").suffix
+        '.pdf'
+    """
+    path = Path(text)
+    if path.suffix[1:] not in (known := Figure().canvas.get_supported_filetypes()):
+        raise ValueError(f"{text}: cannot write {path.suffix or 'a file without an ending'}; {', '.join(known)}.")
+    if not path.parent.is_dir():
+        raise ValueError(f"No such file or directory: {text!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{text}: may not be written.")
+    return path
+
+
 def filled(axes: dict[str, int] | None, devices: int | None) -> dict[str, int]:
     """Sizes of all axes, from `--mesh` and `--devices`, of which one may be left out.
 
@@ -109,7 +132,7 @@ def named(text: str, what: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script exits
         raise ValueError(
             f"{what} {text!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. It must be "
             f"installed, or lie in the current folder, {os.getcwd()}."

@@ -3,14 +3,12 @@
 import argparse
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from jzero.cli.options import called, mesh_axes, parsed, raised, speed
+from jzero.cli.options import called, mesh_axes, parsed, plot_file, raised, speed
 from jzero.preflight import preflight
 from jzero.preflight_tables import WIDTH
 from jzero.schedule_plot import block_schedule
@@ -56,14 +54,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--link", type=parsed(_links), default={}, metavar="SPEED", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     text = "draw the schedule of a block with its collectives into this file (.pdf, .png, .svg)"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--plot", type=parsed(plot_file), metavar="FILE", help=text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs it; returns the exit code."""
-    if options.plot is not None:
-        _check_plot(options.plot)  # better now than after minutes
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")  # programs are compiled for GPUs; jax must not look for real ones
     mesh = target_mesh(options.target, **options.mesh)
@@ -100,11 +96,3 @@ def _links(text: str) -> float | dict[str, float]:
     if len(found) < len(pairs):
         raise ValueError(f"{text!r}; wanted a speed, or axes and speeds: replica=40GB/s,data=300GB/s")
     return found
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix[1:] not in (known := Figure().canvas.get_supported_filetypes()):
-        raise ValueError(
-            f"--plot {path}: cannot write {path.suffix or 'a file without an ending'}; {', '.join(known)}."
-        )
-    path.touch()
