@@ -2,10 +2,10 @@
 
 Matmuls take their FLOPs over the peak of the device, collectives their bytes over that of their link, in the order of
 the schedule; those over the same link wait for one another. All else takes no time: no launch, no latency, no memory
-traffic, no elementwise work, no kernel that is slower than the data sheet.
+traffic, no elementwise work, no kernel that is slower than the data sheet. Of several branches the quickest is taken.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -47,6 +47,7 @@ class Timeline:
         seconds: From its begin to its end.
         compute: Seconds of matmuls.
         links: Seconds for which each link is busy.
+        matmuls: How often each matmul runs.
         waits: By `id` of a window, the seconds of all its runs for which nothing was multiplied because of it.
         spans: By number of a loop, what its middle pass consists of; of (), the whole program, loops as one.
     """
@@ -54,6 +55,7 @@ class Timeline:
     seconds: float = 0.0
     compute: float = 0.0
     links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    matmuls: Counter[Matmul] = field(default_factory=Counter)
     waits: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     spans: dict[tuple[int, ...], list[Span]] = field(default_factory=dict)
 
@@ -77,6 +79,7 @@ def play(events: Events, peak: Callable[[str], float], link: Callable[[Window], 
     timeline = Timeline()
     free: dict[str, float] = defaultdict(float)
     running: dict[str, tuple[Span, list[Span]]] = {}
+    quickest: dict[int, Events] = {}
 
     def run(events: Events, spans: list[Span]) -> None:
         for event in events:
@@ -85,6 +88,7 @@ def play(events: Events, peak: Callable[[str], float], link: Callable[[Window], 
                 case Matmul(flops=flops, dtype=dtype):
                     timeline.seconds += flops / peak(dtype)
                     timeline.compute += flops / peak(dtype)
+                    timeline.matmuls[event] += 1
                     spans.append(Span(event, "matmuls", now, timeline.seconds))
                 case Start(name=name, window=window):
                     over = link(window)
@@ -107,38 +111,10 @@ def play(events: Events, peak: Callable[[str], float], link: Callable[[Window], 
                             timeline.spans[number] = found
                     spans.append(Span(event, "matmuls", now, timeline.seconds))
                 case Branches(events=lists):
-                    run(min(lists, key=_work, default=()), spans)
+                    if id(event) not in quickest:
+                        quickest[id(event)] = min(lists, key=lambda one: play(one, peak, link).seconds, default=())
+                    run(quickest[id(event)], spans)
 
     timeline.spans[()] = []
     run(events, timeline.spans[()])
     return timeline
-
-
-def _work(events: Events) -> float:
-    """What tells the lightest of some branches: its FLOPs, and then its bytes."""
-    total = 0.0
-    for event in events:
-        match event:
-            case Matmul(flops=flops):
-                total += flops
-            case Start(window=window):
-                total += wire_bytes(window)
-            case Loop(passes=passes, events=inner):
-                total += passes * _work(inner)
-            case Branches(events=lists):
-                total += min(map(_work, lists), default=0.0)
-    return total
-
-
-def matmuls_of(events: Events) -> list[tuple[Matmul, int]]:
-    """All matmuls with how often they run; of branches, those of the lightest."""
-    found: list[tuple[Matmul, int]] = []
-    for event in events:
-        match event:
-            case Matmul():
-                found.append((event, 1))
-            case Loop(passes=passes, events=inner):
-                found += [(one, times * passes) for one, times in matmuls_of(inner)]
-            case Branches(events=lists):
-                found += matmuls_of(min(lists, key=_work, default=()))
-    return found

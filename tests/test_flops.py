@@ -14,7 +14,7 @@ from jzero.events import Branches, Done, Loop, Piece, Start, Window, read
 from jzero.flops import Matmul, Matmuls, convolutions
 from jzero.links import Link, link_of
 from jzero.targets import GPUS
-from jzero.timeline import matmuls_of, play
+from jzero.timeline import play
 
 LINES = {
     "%d = bf16[4,128,96]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
@@ -115,7 +115,9 @@ def test_flops_of_a_real_program_with_loops_and_remat():
 
     ws, x = jnp.ones((5, 32, 32)), jnp.ones((16, 32))
     compiled = jax.jit(jax.grad(loss)).lower(ws, x).compile()
-    found = matmuls_of(read(hlo.parse(compiled.as_text() or ""), None, None))
+    found = play(
+        read(hlo.parse(compiled.as_text() or ""), None, None), peak=lambda dtype: 1.0, link=lambda window: Link("", 1.0)
+    ).matmuls.items()
     one = 2 * 16 * 32 * 32
     assert sum(matmul.flops * times for matmul, times in found if not matmul.again) == 5 * 6 * one
     assert sum(matmul.flops * times for matmul, times in found if matmul.again) in (5 * one, 5 * 2 * one)
@@ -156,7 +158,7 @@ def test_synchronous_collectives_are_waited_for_in_full():
     assert played(MATMUL, Start("a", window(7)), Done("a"), MATMUL).seconds == 27
 
 
-def test_loops_are_played_pass_by_pass_and_the_lightest_branch_counts():
+def test_loops_are_played_pass_by_pass_and_the_quickest_branch_counts():
     gather = window(14)
     body = (Start("a", gather), MATMUL, Done("a"))
     heavy = Matmul(100.0, "float32", "")
@@ -166,6 +168,14 @@ def test_loops_are_played_pass_by_pass_and_the_lightest_branch_counts():
     (matmul, sent) = timeline.spans[1,]
     assert (matmul.begin, sent.begin, sent.end, sent.wait) == (14, 14, 28, 4)
     assert [span.lane for span in timeline.spans[()]] == ["matmuls", "matmuls"]
+    assert timeline.matmuls == {MATMUL: 4}
+
+
+def test_the_quickest_branch_is_that_of_less_time_and_not_of_fewer_flops_and_bytes():
+    sends = (Start("a", window(14)), Done("a"))  # 14 seconds, of fewer bytes than the matmul has FLOPs
+    timeline = played(Branches((sends, (MATMUL,))))
+    assert timeline.seconds == timeline.compute == 10
+    assert played(Branches(((*sends, MATMUL), (MATMUL, MATMUL)))).matmuls == {MATMUL: 2}
 
 
 @pytest.mark.parametrize(
