@@ -17,7 +17,7 @@ DUMP = {"xla_dump_hlo_as_text": True}
 
 _LIVE = re.compile(r"\s+([\w.-]+)\{([\d,]*)\}: (\d+) bytes")
 _NOISE = re.compile(
-    r"(?:jit\((?:update|sharded|main)\)|shard_map|while|body|closed_call|eval_jaxpr|checkpoint|core_call)(?:/|$)"
+    r"(?:jit\((?:_?update|sharded|main)\)|shard_map|while|body|closed_call|eval_jaxpr|checkpoint|core_call)(?:/|$)"
 )
 
 
@@ -26,8 +26,8 @@ class Buffer:
     """An array on one device.
 
     Attributes:
-        name: Path of a leaf, such as "params/blocks/up", or the operation that makes the array.
-        kind: "params", "master", "opt_state", "batch" or another part of the state, or "temporary".
+        name: Path of a leaf, such as "blocks/up" or "0/mu/blocks/up"; or the operation that makes the array.
+        kind: "params", "master", "optimizer state", "rest of the state", "batch", or "temporary".
         dtype: numpy's name; empty if not known.
         shape: On one device; () if not known.
         bytes: What it takes.

@@ -16,6 +16,7 @@ _PURPOSE_COLORS = {
     "update": ("gather, updated params", "#aed6f1", ""),
     "scatter": ("reduce gradients", "#d35400", "//"),
     "reduce": ("reduce gradients, whole", "#f0b27a", ""),
+    "sum": ("sum of the loss", "#9b59b6", ""),
     "": ("other", "#7f8c8d", "xx"),
 }
 
@@ -42,12 +43,12 @@ def block_schedule(report: Preflight) -> Figure:
     for axes, loop in zip(figure.subplots(len(loops), squeeze=False)[:, 0], loops, strict=True):
         _schedule(axes, report.timeline.spans[loop])
         found = {one.window.purpose for one in report.sent if one.window.loop == loop}
-        name = (
-            "backward pass" if {"backward", "scatter"} & found else "forward pass" if "forward" in found else "a loop"
-        )
+        passes_of = ["forward"] * ("forward" in found) + ["backward"] * bool({"backward", "scatter"} & found)
+        name = f"{' and '.join(passes_of)} pass" if passes_of else "a loop"
         where = f"loop {'.'.join(map(str, loop))}, one of {passes[loop]} passes"
         axes.set_title(f"{name}: {where}" if loop else "the whole step, loops as one", fontsize="medium", loc="left")
-    used = {one.window.purpose for one in report.sent if one.window.loop in loops}
+    purposes = {one.window.purpose for one in report.sent if one.window.loop in loops}
+    used = {purpose if purpose in _PURPOSE_COLORS else "" for purpose in purposes}
     bars = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=label)
         for purpose, (label, color, hatch) in _PURPOSE_COLORS.items()

@@ -109,7 +109,7 @@ def target_mesh(target: str, *, device_memory: int | None = None, **axes: int) -
     except NotImplementedError as error:
         raise RuntimeError(f"Cannot compile for {target} here: {_why()}") from error
     product = math.prod(axes.values())
-    if product > 0 and product != hosts * count:
+    if min(axes.values(), default=1) > 0 and product != hosts * count:  # else make_mesh fills or refuses
         given = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(f"target_mesh({target!r}, {given}): {hosts * count} GPUs, but the axes multiply to {product}.")
     return make_mesh(devices=topology.devices, **axes)

@@ -70,4 +70,5 @@ def test_no_report_is_not_no_buffers(tmp_path):
 
 def test_tidy_names():
     assert tidy("jit(update)/jit(sharded)/shard_map/jvp()/mul") == "jvp()/mul"
+    assert tidy("jit(update)/jit(_update)/jzero.update/add") == "jzero.update/add"
     assert tidy("jit(update)/while/body/eval_jaxpr/GPT/blocks/dot_general") == "GPT/blocks/dot_general"
