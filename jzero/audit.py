@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,16 +11,20 @@ from typing import Any
 import jax
 from rich.console import RenderableType
 
-from jzero import hlo
 from jzero.audit_tables import tables, text
-from jzero.held import Argument, Held, abstract, arguments, held
+from jzero.held import Held, abstract, arguments, broken_donation, held, not_donated
 from jzero.layout import Layout
 from jzero.memory import gradient_bytes
 from jzero.padding import is_concrete
-from jzero.program import Collective, Origin, collectives_by_origin, compiled_collectives_by_origin
+from jzero.program import Collective, Origin, Row, collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, Moved, broken_in, compare
 from jzero.stage import STAGES, Stage
 from jzero.step import TrainStep
+
+NUMBERS = 8
+"""Single numbers for each leaf that norms, trust ratios and their like may exchange."""
+
+Key = tuple[str, tuple[str, ...]]  # kind, axes
 
 
 class BrokenPromise(AssertionError):
@@ -95,7 +100,12 @@ class Audit:
         Args:
             axis: One mesh axis; None for all.
             promised: By the ledger, and not in the lowered program.
+
+        Raises:
+            ValueError: The mesh has no such axis.
         """
+        if axis is not None and axis not in (names := [name for name, _ in self.axes]):
+            raise ValueError(f"sent: no axis {axis!r}; the mesh has {', '.join(names)}.")
         rows = [one for one in self.moved if axis is None or axis in one.axes]
         return sum(one.promised_wire_bytes if promised else one.wire_bytes for one in rows)
 
@@ -199,12 +209,8 @@ def audit(step: TrainStep, state: Any, batch: Any) -> Audit:
     shapes = jax.tree.map(abstract, (state, batch))
     lowered = step.lower(*shapes)
     compiled = lowered.compile()
-    moved = compare(
-        layout,
-        step.account(*shapes),
-        collectives_by_origin(lowered, layout.mesh),
-        microbatches=step.microbatches,
-    )
+    written = collectives_by_origin(lowered, layout.mesh)
+    moved = compare(layout, step.account(*shapes), written, microbatches=step.microbatches)
     rows = compiled_collectives_by_origin(compiled, layout.mesh)
     ins = arguments(layout, tx, state, batch, compiled)
     lines, broken = held(ins)
@@ -218,10 +224,10 @@ def audit(step: TrainStep, state: Any, batch: Any) -> Audit:
         memory=(memory := _memory(compiled, layout)),
         broken=(
             *broken_in(moved),
-            *_of_partitioner(rows, layout),
+            *of_partitioner(rows, written, layout),
             *broken,
             *_of_arguments(memory, sum(one.compiled for one in lines)),
-            *_of_donation(ins, hlo.donated(compiled.as_text() or "")),
+            *broken_donation(not_donated(ins, compiled)),
         ),
     )
 
@@ -239,17 +245,41 @@ def _memory(compiled: jax.stages.Compiled, layout: Layout) -> Memory | None:
     )
 
 
-def _of_partitioner(rows: Sequence[tuple[Origin, Collective]], layout: Layout) -> Iterator[Broken]:
-    for origin, row in rows:
-        over_batch = set(row.axes) & set(layout.batch_axes)
-        if origin.purpose == "partitioner" and over_batch and math.prod(row.shape) > 1:
+def of_partitioner(compiled: Sequence[Row], lowered: Sequence[Row], layout: Layout) -> Iterator[Broken]:
+    """What the partitioner exchanges over the batch axes beside single numbers, which norms are.
+
+    XLA:GPU packs several arrays into one, which then has no name. Of these it is what is more than jzero and the loss
+    wrote down, beyond a few numbers for each leaf.
+    """
+    unnamed, named, written = Counter[Key](), Counter[Key](), Counter[Key]()
+    for origin, row in compiled:
+        if not set(row.axes) & set(layout.batch_axes):
+            continue
+        if origin.purpose == "partitioner" and math.prod(row.shape) > 1:
             yield Broken(
                 "partitioner",
                 f"the partitioner has put {row.count} {row.kind} of {row.dtype}{list(row.shape)} over "
-                f"{', '.join(row.axes)} into the program, for {origin.name or 'what has no name'}. If the optimizer "
-                f"computes over whole leaves (Muon, Adafactor), say check(allow=['partitioner']); else an array has "
-                f"lost its placement there.",
+                f"{', '.join(row.axes)} into the program, for {origin.name or 'what has no name'}. {_MEANT}",
             )
+        if origin.purpose != "partitioner":
+            counts = unnamed if origin.purpose == "unnamed" else named
+            counts[row.kind, row.axes] += row.count * math.prod(row.shape)
+    for _, row in lowered:
+        written[row.kind, row.axes] += row.count * math.prod(row.shape)
+    for (kind, axes), elements in unnamed.items():
+        more = elements - max(0, written[kind, axes] - named[kind, axes])
+        if more > NUMBERS * len(layout.leaves):
+            yield Broken(
+                "partitioner",
+                f"XLA has joined {kind}s over {', '.join(axes)} under no name, with {more:,} elements more than jzero "
+                f"and the loss wrote down: the partitioner has put them into the program. {_MEANT}",
+            )
+
+
+_MEANT = (
+    "If the optimizer computes over whole leaves (Muon, Adafactor), say check(allow=['partitioner']); else an array "
+    "has lost its placement there."
+)
 
 
 def _of_arguments(memory: Memory | None, expected: int) -> Iterator[Broken]:
@@ -258,16 +288,4 @@ def _of_arguments(memory: Memory | None, expected: int) -> Iterator[Broken]:
             "memory",
             f"XLA plans {memory.arguments:,} bytes for the arguments of the program on each device; the state and the "
             f"batch are {expected:,}.",
-        )
-
-
-def _of_donation(ins: Sequence[Argument], donated: set[int]) -> Iterator[Broken]:
-    lost = [one for one in ins if one.of_state and one.number is not None and one.number not in donated]
-    if lost:
-        names = ", ".join(one.name for one in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        yield Broken(
-            "donation",
-            f"{names}: {sum(one.compiled for one in lost):,} bytes on each device are not donated, so that the old and "
-            f"the new state exist together. jzero.train_step donates its state; a jit of your own around it has to, "
-            f"with donate_argnums=0.",
         )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 """Columns of text."""
+BESIDE = ("partitioner", "unnamed")
+UNNAMED = "what XLA has joined under no name"
 
 
 def text(report: Audit) -> str:
@@ -37,7 +39,7 @@ def tables(report: Audit) -> RenderableType:
         *_reasons(report),
         _axes(report),
     ]
-    if report.partitioner:
+    if any(origin.purpose in BESIDE for origin, _ in report.compiled):
         parts += [Text(), _partitioner(report)]
     parts += [Text(), _held(report)]
     if report.memory is not None:
@@ -62,6 +64,11 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
+def _row(table: Table, *cells: str) -> None:
+    """Adds a row of plain text: brackets in names are no markup."""
+    table.add_row(*map(Text, cells))
+
+
 def _moved(report: Audit) -> Table:
     right = ("collectives", "promised", "program", "on the wire")
     table = _table("moved for", "collective", "over", "dtype", *right, right=right)
@@ -75,7 +82,7 @@ def _moved(report: Audit) -> Table:
         count = f"{sum(one.count for one in some)}{'' if all(one.exact for one in some) else ' or more'}"
         sizes = [sum(one.promised for one in some), sum(one.bytes for one in some)]
         wire = sum(one.wire_bytes for one in some)
-        table.add_row(what, kind, ", ".join(axes) or "?", dtypes, count, *map(size, sizes), size(wire))
+        _row(table, what, kind, ", ".join(axes) or "?", dtypes, count, *map(size, sizes), size(wire))
     return table
 
 
@@ -107,16 +114,17 @@ def _axes(report: Audit) -> Text:
 
 def _partitioner(report: Audit) -> Table:
     right = ("collectives", "bytes", "on the wire")
-    table = _table("added by the partitioner, compiled", "over", "dtype", *right, "for", right=right)
+    table = _table("by the partitioner or unnamed, compiled", "over", "dtype", *right, "for", right=right)
     groups: dict[tuple[str, tuple[str, ...], str], list] = {}
     for origin, row in report.compiled:
-        if origin.purpose == "partitioner":
-            groups.setdefault((row.kind, row.axes, row.dtype), []).append((origin.name, row))
+        if origin.purpose in BESIDE:
+            name = origin.name if origin.purpose == "partitioner" else UNNAMED
+            groups.setdefault((row.kind, row.axes, row.dtype), []).append((name, row))
     for (kind, axes, dtype), found in groups.items():
         rows, names = [row for _, row in found], list(dict.fromkeys(name for name, _ in found))
         count = f"{sum(row.count for row in rows)}{'' if all(row.exact for row in rows) else ' or more'}"
         sizes = size(sum(row.bytes for row in rows)), size(sum(row.wire_bytes for row in rows))
-        table.add_row(kind, ", ".join(axes) or "?", dtype, count, *sizes, _listed(names))
+        _row(table, kind, ", ".join(axes) or "?", dtype, count, *sizes, _listed(names))
     return table
 
 
@@ -125,7 +133,7 @@ def _held(report: Audit) -> Table:
     table = _table("held", *right, "why they differ", right=right)
     for one in report.held:
         live = "-" if one.live is None else f"{one.live:,}"
-        table.add_row(one.what, f"{one.formula:,.0f}", f"{one.promised:,}", f"{one.compiled:,}", live, one.reason)
+        _row(table, one.what, f"{one.formula:,.0f}", f"{one.promised:,}", f"{one.compiled:,}", live, one.reason)
     return table
 
 

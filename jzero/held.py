@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jzero import hlo
 from jzero.layout import Layout
 from jzero.memory import leaf_bytes, live_bytes
 from jzero.promise import Broken
@@ -123,6 +124,27 @@ def arguments(
         )
         number += sharding is not None
     return found
+
+
+def not_donated(found: Sequence[Argument], compiled: jax.stages.Compiled) -> list[Argument]:
+    """Arguments of the state that the program uses, and writes no result over."""
+    taken = hlo.donated(compiled.as_text() or "")
+    return [one for one in found if one.of_state and one.number is not None and one.number not in taken]
+
+
+def broken_donation(lost: Sequence[Argument]) -> list[Broken]:
+    """The broken promise, if there are any such arguments."""
+    if not lost:
+        return []
+    names = ", ".join(one.name for one in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    return [
+        Broken(
+            "donation",
+            f"{names}: {sum(one.compiled for one in lost):,} bytes on each device are not donated, so that the old and "
+            f"the new state exist together. jzero.train_step donates its state; a jit of your own around it has to, "
+            f"with donate_argnums=0.",
+        )
+    ]
 
 
 def held(found: Sequence[Argument]) -> tuple[tuple[Held, ...], list[Broken]]:

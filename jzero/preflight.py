@@ -12,23 +12,24 @@ import jax
 from jax.sharding import Mesh
 
 from jzero import hlo
+from jzero.audit import of_partitioner
 from jzero.buffers import DUMP, Buffer, temporaries
 from jzero.check import check_batch
 from jzero.devices import DEVICES, Device
 from jzero.events import Branches, Events, Loop, Window, read, windows_of
 from jzero.flops import convolutions
-from jzero.held import Argument, arguments
+from jzero.held import Argument, arguments, broken_donation, not_donated
 from jzero.layout import Layout
 from jzero.links import Link, link_of
 from jzero.preflight_report import Bound, Memory, Preflight, Sent
-from jzero.program import collectives_by_origin
+from jzero.program import collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, broken_in, compare
 from jzero.rules import Leaf
 from jzero.stage import Placement
 from jzero.state import TrainState, check_state
 from jzero.step import TrainStep
 from jzero.targets import parse_target, target_mesh
-from jzero.timeline import Timeline, matmuls_of, play, wire_bytes
+from jzero.timeline import Timeline, play, wire_bytes
 
 JAX_SHARE = 0.75
 """The share of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
@@ -94,15 +95,11 @@ def preflight(
     events = read(program, there, layout)
     over = {window.axes: link_of(there, window.axes, device, hosts, links) for window in windows_of(events)}
     timeline = play(events, device.peak, lambda window: over[window.axes])
-    moved = compare(
-        layout,
-        step.account(state, batch),
-        collectives_by_origin(lowered, there),
-        microbatches=step.microbatches,
-    )
+    written = collectives_by_origin(lowered, there)
+    moved = compare(layout, step.account(state, batch), written, microbatches=step.microbatches)
     wrong = broken_in(moved)
     ins = arguments(layout, step.tx, state, batch, compiled)
-    lost = _not_donated(ins, hlo.donated(compiled.as_text() or ""))
+    lost = not_donated(ins, compiled)
     memory = _memory(compiled, device)
     return Preflight(
         target=target,
@@ -117,10 +114,11 @@ def preflight(
         not_donated=tuple(one.name for one in lost),
         sent=_sent(events, over, timeline),
         moved=moved,
-        bound=_bound(events, timeline, device),
-        broken=(*(one for one in wrong if one.subject != "loss"), *_of_memory(memory), *_of_donation(lost)),
+        bound=_bound(timeline, device),
+        broken=(*(one for one in wrong if one.subject != "loss"), *_of_memory(memory), *broken_donation(lost)),
         notes=(
             *(one.message for one in wrong if one.subject == "loss"),
+            *_of_optimizer([*of_partitioner(compiled_collectives_by_origin(compiled, there), written, layout)]),
             *_notes(memory, program, found, device, over.values(), events),
         ),
         events=events,
@@ -239,10 +237,6 @@ def _held(ins: Sequence[Argument], layout: Layout) -> tuple[Buffer, ...]:
     return tuple(sorted((buffer(one) for one in ins if one.number is not None), key=lambda one: -one.bytes))
 
 
-def _not_donated(ins: Sequence[Argument], donated: set[int]) -> list[Argument]:
-    return [one for one in ins if one.of_state and one.number is not None and one.number not in donated]
-
-
 def _sent(events: Events, over: Mapping[tuple[str, ...], Link], timeline: Timeline) -> tuple[Sent, ...]:
     def one(window: Window) -> Sent:
         link, sent = over[window.axes], wire_bytes(window)
@@ -251,10 +245,10 @@ def _sent(events: Events, over: Mapping[tuple[str, ...], Link], timeline: Timeli
     return tuple(map(one, windows_of(events)))
 
 
-def _bound(events: Events, timeline: Timeline, device: Device) -> Bound:
+def _bound(timeline: Timeline, device: Device) -> Bound:
     work: dict[str, float] = {}
     total = model = 0.0
-    for matmul, times in matmuls_of(events):
+    for matmul, times in timeline.matmuls.items():
         work[matmul.dtype] = work.get(matmul.dtype, 0.0) + matmul.flops * times
         total += matmul.flops * times
         model += 0.0 if matmul.again else matmul.flops * times
@@ -270,13 +264,10 @@ def _of_memory(memory: Memory) -> Iterator[Broken]:
         )
 
 
-def _of_donation(lost: Sequence[Argument]) -> Iterator[Broken]:
-    if lost:
-        names = ", ".join(one.name for one in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        size = sum(one.compiled for one in lost)
-        yield Broken(
-            "donation", f"XLA keeps {names} beside what replaces them: {size:,} bytes on each device exist twice."
-        )
+def _of_optimizer(found: Sequence[Broken]) -> Iterator[str]:
+    """What is no broken promise where it is meant, as the loss's own collectives are none; `audit` takes it for one."""
+    if found:
+        yield found[0].message + (f" There are {len(found) - 1} more such." if len(found) > 1 else "")
 
 
 def _notes(

@@ -138,8 +138,9 @@ class Preflight:
         sent: The collectives of the compiled program, in the order in which they start.
         moved: What jzero and the loss move over the links, from the lowered program, against the ledger.
         bound: A bound on the time of a step.
-        broken: The promises that are not kept.
-        notes: What the figures leave out.
+        broken: The promises that are not kept. What may be meant is among the notes, and `Audit.check` raises for it:
+            collectives that the loss runs by itself, and those of an optimizer that computes over whole leaves.
+        notes: That, and what the figures leave out.
         events: The schedule.
         timeline: The schedule played at those speeds.
     """

@@ -19,8 +19,9 @@ from rich.console import Console
 
 import jzero
 from jzero import Precision, collectives, run
+from jzero.audit import of_partitioner
 from jzero.loss_scale import as_loss_scale
-from jzero.program import collectives_by_origin
+from jzero.program import Collective, Origin, collectives_by_origin
 from jzero.promise import broken_in, compare
 from jzero.state import compile_init, state_shardings
 from jzero.targets import has_pjrt, target_mesh
@@ -431,6 +432,22 @@ def test_what_the_optimizer_computes_over_whole_leaves():
     report.check(allow=["part*"])
 
 
+def test_arrays_that_xla_has_packed_under_no_name():
+    """All that jzero wrote down may be in them, and single numbers; not more."""
+    layout = make_layout("0", data=8)
+    reduce, unnamed = (Origin(purpose) for purpose in ("reduce", "unnamed"))
+
+    def packed(elements):
+        rows = [(reduce, Collective("all-reduce", "float32", (60,), ("data",), 8))]
+        return [*rows, (unnamed, Collective("all-reduce", "float32", (elements,), ("data",), 8))]
+
+    written = [(reduce, Collective("all-reduce", "float32", (size,), ("data",), 8)) for size in (60, 40)]
+    numbers = 8 * len(layout.leaves)
+    assert not [*of_partitioner(packed(40 + numbers), written, layout)]
+    (broken,) = of_partitioner(packed(41 + numbers), written, layout)
+    assert broken.subject == "partitioner" and f"with {1 + numbers} elements more than jzero" in broken.message
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
@@ -463,6 +480,19 @@ def test_how_it_prints():
     console.print(report)
     assert "Every promise is kept." in console.export_text()
     assert max(map(len, text.splitlines())) <= 120
+    with pytest.raises(ValueError, match="no axis 'model'; the mesh has replica, data"):
+        report.sent("model")
+
+
+def test_names_with_brackets_are_printed_as_they_are():
+    def loss_fn(params, x):
+        with jax.named_scope("layer[attn]"):
+            total = lax.psum(x[0, :3], "data")
+        return mean_loss(params, x) + lax.stop_gradient(total.sum())
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(audit(make_layout("0", data=8), loss_fn))
+    assert "the loss itself: jvp(layer[attn])/psum  " in console.export_text()
 
 
 def test_a_step_of_ones_own():

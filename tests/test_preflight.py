@@ -166,6 +166,28 @@ def test_a_step_of_another_mesh_is_the_step_made_there():
     assert slow.bound.seconds > moved.bound.seconds
 
 
+@for_gpus
+def test_whole_leaves_of_an_optimizer_are_noted():
+    """Which `audit` takes for a broken promise, unless they are allowed."""
+
+    def centred(updates, params):
+        return jax.tree.map(lambda g: g - g.mean(-2, keepdims=True) if g.ndim > 1 else g, updates)
+
+    tx = optax.chain(optax.stateless(centred), optax.sgd(0.1))
+    step, state, batch = made(jzero.make_mesh(data=8), stage=2, tx=tx)
+    assert {one.subject for one in jzero.audit(step, state, batch).broken} == {"partitioner"}
+    found = jzero.preflight(step, state, batch)
+    assert not found.broken and any("the partitioner has put them into" in note for note in found.notes)
+
+
+@for_gpus
+def test_two_axes_cannot_take_what_is_left():
+    with pytest.raises(ValueError, match="-1"):
+        target_mesh("h200x8", data=-1, model=-1)
+    with pytest.raises(ValueError, match="multiply to 4"):
+        target_mesh("h200x8", data=4)
+
+
 RULES = [("up", P(None, None, "model")), ("down", P(None, "model"))]
 
 
@@ -199,7 +221,7 @@ def test_no_promise_is_broken(axes, options):
     axes = axes or {"data": 8}
     target = f"h200x{axes['data'] * axes.get('model', 1)}"
     found = jzero.preflight(*made(target_mesh(target, **axes), **options), target=target)
-    assert not found.broken
+    assert not found.broken and not any("partitioner" in note for note in found.notes)
     assert not found.not_donated
     assert found.memory.arguments == sum(one.bytes for one in found.held)
     assert str(found) and json.dumps(found.as_dict())
