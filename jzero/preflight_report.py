@@ -175,7 +175,7 @@ class Preflight:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends in a step, by the compiled program."""
+        """Bytes that each device sends in a step, by the compiled program; of conditionals, in all branches together."""
         return sum(one.wire_bytes * one.window.passes for one in self.sent)
 
     @property
