@@ -175,7 +175,7 @@ class Preflight:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends in a step, by the compiled program; of conditionals, in all branches together."""
+        """Bytes that each device sends in a step, by the compiled program; in all branches of conditionals."""
         return sum(one.wire_bytes * one.window.passes for one in self.sent)
 
     @property
