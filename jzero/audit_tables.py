@@ -18,6 +18,7 @@ WIDTH = 120
 """Columns of text."""
 BESIDE = ("partitioner", "unnamed")
 UNNAMED = "what XLA has joined under no name"
+_ADDED = "added by the partitioner"
 
 
 def text(report: Audit) -> str:
@@ -114,7 +115,8 @@ def _axes(report: Audit) -> Text:
 
 def _partitioner(report: Audit) -> Table:
     right = ("collectives", "bytes", "on the wire")
-    table = _table("by the partitioner or unnamed, compiled", "over", "dtype", *right, "for", right=right)
+    by = "by the partitioner or unnamed" if any(o.purpose == "unnamed" for o, _ in report.compiled) else _ADDED
+    table = _table(f"{by}, compiled", "over", "dtype", *right, "for", right=right)
     groups: dict[tuple[str, tuple[str, ...], str], list] = {}
     for origin, row in report.compiled:
         if origin.purpose in BESIDE:

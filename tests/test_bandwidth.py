@@ -15,7 +15,7 @@ from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, measure, program, sizes_between
 from jzero.bandwidth_plot import plot
 from jzero.cli import main, options
-from jzero.cli.bandwidth import _size, _sizes
+from jzero.cli.bandwidth import _sizes
 from jzero.program import Collective, collectives, compiled_collectives
 from jzero.sweep import Sweep, Timing
 from jzero.targets import has_pjrt, target_mesh
@@ -319,7 +319,7 @@ def test_out_of_memory(capsys, monkeypatch):
 
 
 def test_units():
-    assert [_size(text) for text in ("64", "1KiB", "1.5MiB", "64KB", "1GiB", "8B")] == [
+    assert [options.nbytes(text) for text in ("64", "1KiB", "1.5MiB", "64KB", "1GiB", "8B")] == [
         64,
         1024,
         3 << 19,
