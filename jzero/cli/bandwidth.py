@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import sys
 
 import jax
@@ -16,7 +15,7 @@ from rich.table import Table
 from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, sizes_between
 from jzero.bandwidth_plot import plot, size_text
-from jzero.cli.options import nbytes, parsed, plot_file, speed
+from jzero.cli.options import mesh_axes, nbytes, parsed, plot_file, speed
 from jzero.mesh import make_mesh, platform_of
 from jzero.sweep import Sweep
 
@@ -51,7 +50,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "axes and sizes, -1 for the devices that are left (default: data=-1, all devices)"
-    parser.add_argument("--mesh", type=_mesh_axes, default={"data": -1}, metavar="NAME=N,...", help=text)
+    parser.add_argument("--mesh", type=parsed(mesh_axes), default={"data": -1}, metavar="NAME=N,...", help=text)
     parser.add_argument("--axis", default="data", help="the axis to measure (default: data)")
     parser.add_argument("--collective", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help=", ".join(KINDS))
     text = f"doubling sizes, or single ones (default: {SIZES}; on CPU {CPU_SIZES})"
@@ -190,15 +189,6 @@ def _table(sweep: Sweep, link: float | None) -> Table:
             *([f"{timing.busbw / link:.1%}"] if link else []),
         )
     return table
-
-
-def _mesh_axes(text: str) -> dict[str, int]:
-    """As in "replica=2,data=4"."""
-    pairs = [re.fullmatch(r"(\w+)=(-1|[1-9]\d*)", part) for part in text.split(",")]
-    axes = {pair[1]: int(pair[2]) for pair in pairs if pair}
-    if len(axes) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r}; wanted distinct names and sizes, for example replica=2,data=4")
-    return axes
 
 
 def _sizes(text: str) -> tuple[int, ...]:
