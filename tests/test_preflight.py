@@ -27,6 +27,7 @@ from jzero.preflight_report import Line
 from jzero.preflight_tables import groups, of_xla
 from jzero.schedule_plot import block_schedule
 from jzero.targets import has_pjrt, target_mesh
+from jzero.timeline import Span
 
 compiles = [
     pytest.mark.slow,
@@ -286,6 +287,31 @@ def test_why_xla_sends_other_bytes(found, reason):
     said = of_xla(sent, found)
     assert reason in said and bool(said) == bool(reason)
     assert not said or "less" in said or said.endswith(": jzero.norm/sum")
+
+
+@pytest.mark.parametrize(
+    ("purposes", "title", "legend"),
+    [
+        (("forward",), "forward pass: loop 1, one of 4 passes", {"gather, forward"}),
+        (("forward", "scatter"), "forward and backward pass: loop 1", {"gather, forward", "reduce gradients"}),
+        (("lookup",), "a loop: loop 1", {"other"}),
+    ],
+)
+def test_the_picture_names_every_colour_and_both_passes(purposes, title, legend):
+    windows = [
+        Window("all-gather", (Piece("int8", (9,), purpose, "w"),), ("data",), True, 0, (1,), 4) for purpose in purposes
+    ]
+    spans = [Span(window, "within hosts", at, at + 1.0) for at, window in enumerate(windows)]
+    found: Any = SimpleNamespace(
+        sent=[SimpleNamespace(window=window, wire_bytes=9.0) for window in windows],
+        timeline=SimpleNamespace(spans={(1,): spans}),
+        axes=(("data", 8),),
+        target="h200x8",
+    )
+    figure = block_schedule(found)
+    assert figure.axes[0].get_title(loc="left").startswith(title)
+    shown = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert shown == legend | {"matmuls", "waiting for a collective"}
 
 
 def test_lines_are_told_apart_by_kind_and_axes():
