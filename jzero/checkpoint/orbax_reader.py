@@ -5,6 +5,7 @@ its storages are read (OCDBT, or a folder for each array), zarr 2 and zarr 3.
 """
 
 import base64
+import functools
 import json
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def described(folder: Path) -> Described:
 
 def _opened(specs) -> Iterator[Any]:
     """Arrays in order, some of them being opened ahead; for one that cannot be, the error."""
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
+    context = _context()
     ahead: deque = deque()
 
     def first():
@@ -133,6 +134,11 @@ def _opened(specs) -> Iterator[Any]:
         ahead.append(ts.open(spec, read=True, open=True, context=context))
     while ahead:
         yield first()
+
+
+@functools.cache
+def _context() -> ts.Context:
+    return ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})  # never given up, as in `store`
 
 
 def _spec(item: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:

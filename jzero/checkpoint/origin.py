@@ -1,5 +1,6 @@
 """A checkpoint to read from, whoever wrote it: its leaves, and any region of each, checked if it has checksums."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,9 @@ class Origin:
         return CorruptCheckpoint(file, f"cannot be read ({text})", leaf.name)
 
 
+@functools.cache
 def reading() -> ts.Context:
-    """What tensorstore shares between arrays that are read one after another."""
+    """What tensorstore shares between arrays; one for the process, as `store` has it and for the same reason."""
     # OCDBT reads the nodes of its index again and again unless they fit; arrays are not kept.
     return ts.Context({"cache_pool": {"total_bytes_limit": 2**22}, "data_copy_concurrency": {"limit": 2}})
 

@@ -1,5 +1,6 @@
 """Chunks to and from the disk, through tensorstore, a bounded number of bytes at a time."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,13 +50,17 @@ def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]
         done(future)
         held -= nbytes
 
-    for nbytes, start, done in jobs:
-        while running and (held + nbytes > limit or len(running) >= AT_ONCE):
+    try:
+        for nbytes, start, done in jobs:
+            while running and (held + nbytes > limit or len(running) >= AT_ONCE):
+                finish()
+            held += nbytes
+            running.append((nbytes, start(), done))
+        while running:
             finish()
-        held += nbytes
-        running.append((nbytes, start(), done))
-    while running:
-        finish()
+    finally:
+        for _, future, _ in running:  # after an error: what is removed next must not be written to any more
+            future.exception()
 
 
 def create(folder: Path, leaves: Sequence[Entry]) -> None:
@@ -159,7 +164,10 @@ def _spec(folder: Path, leaf: Entry) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _context() -> Any:
+    # One for the process, which is never given up: threads that it has may still be at their last task when a call
+    # returns, and tensorstore 0.1.86 crashes if it goes then.
     # Files are forced to the disk by `write`, all together, which is several times as fast as one by one.
     return ts.Context(
         {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 2}, "file_io_sync": False}
