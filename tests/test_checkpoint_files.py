@@ -324,6 +324,10 @@ def test_a_removal_that_was_stopped_is_taken_up_again(saved, tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(saved[0], folder)
     (folder / "1").rename(folder / "1.jzero-old")  # killed between the two names of a replacement
+    checkpointer = Checkpointer(folder, async_=False)
+    assert checkpointer.latest == 1 and held(checkpointer.restore(TX, saved[1], **OTHERS).state, saved[1]) == saved[2]
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        checkpointer.save(1, random_state(saved[1]), TX, saved[1])
     write.clean(folder)
     assert Checkpointer(folder).steps == [1]
     shutil.copytree(folder / "1", folder / "1.jzero-old")  # killed behind them

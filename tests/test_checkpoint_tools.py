@@ -28,6 +28,7 @@ from jzero.checkpoint import (
     SaveFailed,
     chunks,
     encoding,
+    store,
     write,
 )
 from jzero.checkpoint.blocks import budget, regions, shape_of_blocks
@@ -671,14 +672,75 @@ def test_many_killed_rewrites_leave_nothing_that_is_taken_for_whole(tmp_path):
 def test_a_replacement_that_was_stopped_between_its_names_is_taken_back(tmp_path):
     source = write_arrays(tmp_path / "source", {("new",): np.ones(3, np.float32)})
     old = write_arrays(tmp_path / "made", {("old",): np.ones(3, np.float32)}).rename(tmp_path / "made.jzero-old")
-    with pytest.raises(FileNotFoundError, match=r"made is not there.* is whole in .*made\.jzero-old"):
-        inspect(tmp_path / "made")
+    assert inspect(tmp_path / "made").origin.folder == old
     with pytest.raises(FileExistsError):
         reshard(source, tmp_path / "made")
     assert list(read_arrays(tmp_path / "made")) == [("old",)] and not old.exists()
     (tmp_path / "made").rename(old)
     reshard(source, tmp_path / "made", overwrite=True)
     assert list(read_arrays(tmp_path / "made")) == [("new",)] and not old.exists()
+
+
+def test_the_latest_is_found_where_its_replacement_was_stopped(tmp_path):
+    for step in (3, 5):
+        write_arrays(tmp_path / str(step), {("w",): np.ones(3, np.float32)}, step=step)
+    (tmp_path / "5").rename(tmp_path / "5.jzero-old")
+    assert find(tmp_path) == find(tmp_path / "5") == tmp_path / "5.jzero-old"
+    (tmp_path / "5.jzero-old" / "jzero.json").unlink()  # killed while it was removed
+    assert find(tmp_path) == tmp_path / "3"
+
+
+def test_one_that_is_half_removed_is_not_taken_back(tmp_path, monkeypatch):
+    """Whatever has become of the one that took its place."""
+    write_arrays(tmp_path / "5.jzero-old", {("w",): np.ones(3, np.float32)})
+
+    def stopped(folder):
+        (folder / "state" / "w" / "c" / "0").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write.remove(tmp_path / "5.jzero-old")
+    monkeypatch.undo()
+    assert write.standing(tmp_path / "5") == tmp_path / "5"
+    write.clean(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_there_is_back_if_the_new_one_does_not_get_its_name(tmp_path, monkeypatch):
+    source = write_arrays(tmp_path / "source", {("new",): np.ones(3, np.float32)})
+    write_arrays(tmp_path / "made", {("old",): np.ones(3, np.float32)})
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == "made.jzero-tmp":
+            raise OSError("stale handle")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(SaveFailed, match=r"stale handle.* What was there before is as it was"):
+        reshard(source, tmp_path / "made", overwrite=True)
+    assert list(read_arrays(tmp_path / "made")) == [("old",)]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "made"}
+
+
+def test_a_failure_waits_for_what_is_being_written():
+    """Else it would be written after all has been removed."""
+    waited = []
+
+    class Writing:
+        def __init__(self, name):
+            self.name = name
+
+        def result(self):
+            waited.append(self.name)
+            if self.name == 1:
+                raise OSError("full")
+
+    jobs = ((1, lambda name=name: Writing(name), lambda future: future.result()) for name in range(4))
+    with pytest.raises(OSError, match="full"):
+        store.windowed(jobs, limit=3)
+    assert waited == [0, 1, 2, 3]
 
 
 def test_a_disk_that_is_too_small_is_told_first(tmp_path, monkeypatch):

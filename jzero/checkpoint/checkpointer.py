@@ -127,13 +127,17 @@ class Checkpointer:
         """
         if not self.directory.is_dir():
             return []
-        named = [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-        for path in named:
-            if not (path / FILE).is_file():
+        names = {path.name.removesuffix(write.OLD) for path in self.directory.iterdir() if path.is_dir()}
+        found = []
+        for step in sorted(int(name) for name in names if _STEP.fullmatch(name)):
+            if (self.path(step) / FILE).is_file():
+                found.append(step)
+            elif self.path(step).exists():
                 warnings.warn(
-                    f"{path} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.", stacklevel=3
+                    f"{self.path(step)} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.",
+                    stacklevel=3,
                 )
-        return sorted(int(path.name) for path in named if (path / FILE).is_file())
+        return found
 
     @property
     def latest(self) -> int | None:
@@ -151,8 +155,8 @@ class Checkpointer:
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def path(self, step: int) -> Path:
-        """The folder of one checkpoint."""
-        return self.directory / str(step)
+        """The folder of one checkpoint; where its replacement was stopped, that of the one before."""
+        return write.standing(self.directory / str(step))
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint holds. No array is read.
@@ -249,7 +253,7 @@ class Checkpointer:
     def _write(self, manifest, pieces, processes, overwrite):
         if processes.index == 0:
             write.clean(self.directory)
-        write.write(self.path(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
+        write.write(self.directory / str(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
         if self.keep is not None:
             if processes.index == 0:
                 best = self.best_step

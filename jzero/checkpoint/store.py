@@ -1,5 +1,6 @@
 """Chunks to and from the disk, through tensorstore, a bounded number of bytes at a time."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ class Piece:
 
 
 def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]], limit: int = IN_FLIGHT) -> None:
-    """Runs jobs that overlap: each is its bytes, what starts it and returns a future, and what takes the result."""
+    """Runs jobs that overlap: each is its bytes, what starts it and returns a future, and what takes the result.
+
+    When one fails, those that run come to their end before its error is raised, so that nothing is written behind it.
+    """
     running: deque[tuple[int, Any, Callable[[Any], None]]] = deque()
     held = 0
 
@@ -49,13 +53,19 @@ def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]
         done(future)
         held -= nbytes
 
-    for nbytes, start, done in jobs:
-        while running and (held + nbytes > limit or len(running) >= AT_ONCE):
+    try:
+        for nbytes, start, done in jobs:
+            while running and (held + nbytes > limit or len(running) >= AT_ONCE):
+                finish()
+            held += nbytes
+            running.append((nbytes, start(), done))
+        while running:
             finish()
-        held += nbytes
-        running.append((nbytes, start(), done))
-    while running:
-        finish()
+    except BaseException:
+        for _, future, _ in running:
+            with contextlib.suppress(Exception):
+                future.result()
+        raise
 
 
 def create(folder: Path, leaves: Sequence[Entry]) -> None:

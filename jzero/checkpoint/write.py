@@ -141,7 +141,11 @@ def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int, check) -> N
         old = folder.with_name(folder.name + OLD)
         remove(old)
         folder.rename(old)
-        tmp.rename(folder)
+        try:
+            tmp.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
         sync(folder.parent)
         remove(old)
     else:
@@ -156,14 +160,30 @@ def stale(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.name.endswith((TMP, OLD)))
 
 
+def standing(folder: Path) -> Path:
+    """Where a checkpoint is: under its name; or, where its replacement was stopped between two names, beside it."""
+    if folder.exists():
+        return folder
+    old = folder.with_name(folder.name + OLD)
+    return old if (old / FILE).is_file() else folder
+
+
 def clean(directory: Path) -> None:
     """Removes what `stale` finds. One that was to be replaced, and whose successor is not there, gets its name back."""
     for path in stale(directory):
-        place = path.with_name(path.name.removesuffix(OLD))
-        if path.name.endswith(OLD) and not place.exists() and (path / FILE).exists():
-            path.rename(place)
+        if path.name.endswith(OLD):
+            take_back(path.with_name(path.name.removesuffix(OLD)))
         else:
-            shutil.rmtree(path)
+            remove(path)
+
+
+def take_back(folder: Path) -> None:
+    """Ends a replacement or a removal that was stopped: what `standing` finds gets its name back, other remains go."""
+    old = folder.with_name(folder.name + OLD)
+    if standing(folder) == old:
+        old.rename(folder)
+    else:
+        remove(old)
 
 
 def remove(folder: Path) -> None:
@@ -171,13 +191,13 @@ def remove(folder: Path) -> None:
     if not folder.exists():
         return
     if folder.name.endswith((TMP, OLD)):
+        (folder / FILE).unlink(missing_ok=True)  # first, so that one that is half gone is never taken back
         shutil.rmtree(folder)
         return
     old = folder.with_name(folder.name + OLD)
     remove(old)
     folder.rename(old)
-    (old / FILE).unlink(missing_ok=True)  # from here on it is not taken back
-    shutil.rmtree(old)
+    remove(old)
 
 
 def _write_text(path: Path, text: str) -> None:
