@@ -536,11 +536,42 @@ def test_names_from_elsewhere_stay_inside(tmp_path):
         assert [leaf.path for leaf in Manifest.read(tmp_path / "in" / "made").leaves] == [tuple(path)]
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
     assert {path.name for path in (tmp_path / "in").iterdir()} == {"source", "made"}
-    for change in ({"chunk": [0]}, {"chunk": [-1]}, {"shape": [2]}, {"stored_shape": [3, 3]}, {"path": []}):
-        body = document["body"] | {"leaves": [document["body"]["leaves"][0] | change]}
+    leaf = document["body"]["leaves"][0]
+    for changed, message in (
+        *(
+            ({"leaves": [leaf | change]}, "has a leaf")
+            for change in (
+                {"chunk": [0]},
+                {"chunk": [-1]},
+                {"shape": [2]},
+                {"stored_shape": [3, 3]},
+                {"path": []},
+                {"path": [1]},
+                {"stored": None},
+                {"stored": "int8"},
+            )
+        ),
+        ({"leaves": [leaf, leaf | {"folder": "x"}]}, "has two leaves of the path"),
+        ({"leaves": [leaf, leaf | {"path": ["x"]}]}, "has two leaves of the folder"),
+        ({"leaves": [leaf | {"dtype": None}]}, "is not as jzero writes it"),
+        ({"leaves": [{}]}, "is not as jzero writes it .*folder"),
+        ({"files": []}, "is not as jzero writes it"),
+    ):
+        body = document["body"] | changed
         (source / "jzero.json").write_text(json.dumps({"sha256": _digest(body), "body": body}))
-        with pytest.raises(CorruptCheckpoint, match="has a leaf"):
+        with pytest.raises(CorruptCheckpoint, match=message):
             inspect(source)
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path):
+    """A folder in its place here; a bad sector fails in the same way."""
+    source = write_arrays(tmp_path / "source", {("params", name): np.ones(3, np.float32) for name in "vw"})
+    for name in ("params.v/c/0", "params.w/zarr.json"):
+        (source / "state" / name).unlink()
+        (source / "state" / name).mkdir()
+    found = verify(source, memory=MEMORY)
+    assert [problem.leaf for problem in found.problems] == ["params/v", "params/w"]
+    assert all("cannot be read" in str(problem) for problem in found.problems)
 
 
 # --- what others wrote
@@ -592,6 +623,31 @@ def test_what_orbax_has_lost_is_told(tmp_path):
     metadata.write_text(text.replace('[{"key": "b", "key_type": 2}]', '[{"key": "gone", "key_type": 2}]'))
     with pytest.raises(CorruptCheckpoint, match=r"leaf gone: .*cannot be opened"):
         inspect(tmp_path / "c")
+
+
+def test_damaged_descriptions_of_orbax_are_told(tmp_path):
+    whole = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data"))
+    ocp.save(tmp_path / "c", {"a": jax.device_put(np.ones(4, np.float32), whole), "k": jax.random.key(0)})
+    assert {leaf.name: (leaf.dtype, leaf.spec) for leaf in inspect(tmp_path / "c").origin.leaves} == {
+        "a": ("float32", (("data",),)),
+        "k": ("key:threefry2x32", None),
+    }
+    for name, old, new in (
+        ("_sharding", "partition_spec", "partition_spex"),
+        ("_sharding", '{"', '{"!'),  # no base64
+        ("_sharding", '{\\"', '{!\\"'),
+        ("_sharding", "axis_names", "axis_namez"),
+        ("array_metadatas/process_0", "param_name", "param_namf"),
+        ("array_metadatas/process_0", '"array_metadatas"', '"brray_metadatas"'),
+        ("_METADATA", "key_metadata", "key_metadatb"),
+    ):
+        file = tmp_path / "c" / "state" / name
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+        with pytest.raises(CorruptCheckpoint, match=f"{name} is not as orbax writes it"):
+            inspect(tmp_path / "c")
+        file.write_text(text)
 
 
 def test_large_chunks_of_others_are_told_first():
