@@ -448,7 +448,9 @@ def test_random_rewrites_keep_every_bit(tmp_path):
 
 
 def test_what_cannot_be_is_told_at_once_and_nothing_is_written(tmp_path):
-    write_arrays(tmp_path / "source", layers(np.random.default_rng(0)))
+    arrays = layers(np.random.default_rng(0))
+    arrays |= {("params", "blocks", n, "norm"): arrays["params", "blocks", n, "norm"].astype(np.float16) for n in "12"}
+    write_arrays(tmp_path / "source", arrays)
 
     def refused(match, error: type[Exception] = CheckpointMismatch, **options):
         with pytest.raises(error, match=match) as raised:
@@ -461,13 +463,20 @@ def test_what_cannot_be_is_told_at_once_and_nothing_is_written(tmp_path):
     message = refused(
         "3 leaves do not fit", rules=[Split.parse("params/blocks/*/norm=params/blocks/*/a,params/blocks/*/b@1")]
     )
-    assert message.count("float32(8,) cannot be cut into 2 equal parts along dim 1") == 3
+    assert message.count("(8,) cannot be cut into 2 equal parts along dim 1") == 3
     refused("step: the checkpoint has int32.*only floats are cast", rules=[Cast.parse("step=bfloat16")])
     refused("--stack .* matches none", rules=[Stack.parse("params/h/#=params/h")])
     refused("two leaves would have this name", rules=[Rename.parse("params/emb=step")])
     refused("below step, which is a leaf", rules=[Rename.parse("params=step")])
     refused(
         "layer 1 is not there", drop=[Pattern("params/blocks/1")], rules=[Stack.parse("params/blocks/#=params/blocks")]
+    )
+    refused(
+        r"params/blocks/1/norm: it is float16\(8,\), but params/blocks/0/norm float16\(8,\) cast from float32",
+        rules=[
+            Cast.parse("params/blocks/0/norm=float16"),
+            Stack.parse("params/blocks/#/norm=params/norm"),
+        ],
     )
     refused("--merge .* finds nothing for params/z", rules=[Merge.parse("params/emb,params/z=params/y")])
     refused(

@@ -16,7 +16,7 @@ import jax
 import optax
 
 from jzero.checkpoint import cut, parts, read, write
-from jzero.checkpoint.errors import CheckpointMismatch
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint
 from jzero.checkpoint.fit import fit
 from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.names import shown
@@ -146,11 +146,20 @@ class Checkpointer:
 
     @property
     def best_step(self) -> int | None:
-        """The step whose metric is best; the later one of equals. None if none has it, or there is no `best`."""
+        """The step whose metric is best; the later one of equals. None if none has it, or there is no `best`.
+
+        Warns:
+            UserWarning: The manifest of a checkpoint was changed; it is passed over.
+        """
         if self.best is None:
             return None
         name, end = self.best
-        values = {step: self.manifest(step).metrics.get(name, math.nan) for step in self.steps}
+        values = {}
+        for step in self.steps:
+            try:
+                values[step] = self.manifest(step).metrics.get(name, math.nan)
+            except CorruptCheckpoint as error:
+                warnings.warn(f"It is not known how good step {step} is: {error}", stacklevel=3)
         values = {step: value if end == "max" else -value for step, value in values.items() if not math.isnan(value)}
         return max(values, key=lambda step: (values[step], step), default=None)
 

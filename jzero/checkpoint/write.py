@@ -1,6 +1,5 @@
 """A checkpoint onto the disk: beside its place until it is whole, then there at once."""
 
-import errno
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jzero.checkpoint import orbax_format, store
-from jzero.checkpoint.errors import SaveFailed
+from jzero.checkpoint.errors import SaveFailed, disk_full
 from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
@@ -92,7 +91,7 @@ def write(
     if first:
         shutil.rmtree(tmp, ignore_errors=True)
     who = f" by process {', '.join(sorted(notes))}" if failure is None else f": {failure}"
-    way_out = " Free some space." if isinstance(failure, OSError) and failure.errno == errno.ENOSPC else ""
+    way_out = " Free some space." if disk_full(failure) else ""
     raise SaveFailed(
         f"{folder} was not written{who}.{way_out} What was there before is as it was, and nothing of this is left."
     ) from failure
