@@ -93,7 +93,7 @@ def layers(rng, count=3):
             yield ("blocks", str(number), "qkv", "bias"), rng.standard_normal((12,), np.float32)
             yield ("blocks", str(number), "norm"), rng.standard_normal((8,), np.float32)
 
-    found = {("params", *path): x for path, x in tree()}
+    found: dict[tuple[str, ...], np.ndarray] = {("params", *path): x for path, x in tree()}
     found |= {("opt_state", "0", "mu", *path): x for path, x in tree()}
     return found | {("step",): np.array(7, np.int32)}
 
