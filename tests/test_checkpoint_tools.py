@@ -572,6 +572,16 @@ def test_names_from_elsewhere_stay_inside(tmp_path):
             inspect(source)
 
 
+def test_no_leaf_takes_the_place_of_a_file_of_orbax(tmp_path):
+    source = write_arrays(tmp_path / "source", {(name,): np.full(3, i, np.float32) for i, name in enumerate("abc")})
+    names = ("_METADATA", "_sharding", "array_metadatas")
+    rules = [Rename.parse(f"{old}={new}") for old, new in zip("abc", names, strict=True)]
+    reshard(source, tmp_path / "made", rules=rules)
+    assert list(read_arrays(tmp_path / "made")) == [(name,) for name in names]
+    found = ocp.load(tmp_path / "made")
+    assert sorted(x[0] for x in jax.tree.leaves(found)) == [0, 1, 2]
+
+
 def test_a_file_that_cannot_be_read_is_damage(tmp_path):
     """A folder in its place here; a bad sector fails in the same way."""
     source = write_arrays(tmp_path / "source", {("params", name): np.ones(3, np.float32) for name in "vw"})
