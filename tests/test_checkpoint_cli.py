@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jzero.checkpoint import Manifest
+from jzero.checkpoint.manifest import _digest
 from jzero.cli import main
 from tests.test_checkpoint_tools import write_arrays
 
@@ -185,6 +186,20 @@ def test_limits_are_told_before_anything_is_written(run, tmp_path, monkeypatch, 
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
+def test_exit_codes_of_what_could_not_be_written(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    code, _, err = called(capsys, "reshard", run, tmp_path / "file" / "made")
+    assert code == 2 and "made was not written: " in err and "Free some space" not in err
+
+    def full(*_):
+        raise ValueError("UNKNOWN: Failed to write [OS error 28: No space left on device]")  # as tensorstore says it
+
+    monkeypatch.setattr("jzero.checkpoint.store.write", full)
+    code, _, err = called(capsys, "reshard", run, tmp_path / "made")
+    assert code == 3 and "Free some space" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "file"}
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "reshard"])
 def test_help_has_examples_and_exit_codes(command, capsys):
     assert main([command, "--help"]) == 0
@@ -198,3 +213,9 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path, capsys):
         code, out, _ = called(capsys, *command)
         assert code == 0 and "\x1b" not in out
     assert "params/\\x1b[2J\\n" in called(capsys, "inspect", tmp_path / "c")[1]
+    document = json.loads((tmp_path / "c" / "jzero.json").read_text())
+    body = document["body"] | {"saved_from": {"mesh": {"\x1b[2J": 8}}, "step": "\x1b[1m"}
+    body["leaves"][0]["spec"] = [["\x1b[2J"]]
+    (tmp_path / "c" / "jzero.json").write_text(json.dumps({"sha256": _digest(body), "body": body}))
+    code, out, _ = called(capsys, "inspect", tmp_path / "c")
+    assert code == 0 and "\x1b" not in out and "mesh \\x1b[2J 8" in out

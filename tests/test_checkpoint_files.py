@@ -320,10 +320,25 @@ def test_old_checkpoints_go_and_the_best_stays(saved, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3", "4"]
 
 
+def test_a_damaged_manifest_does_not_stop_saves(saved, tmp_path):
+    layout, state = saved[1], random_state(saved[1])
+    with Checkpointer(tmp_path, keep=2, best=("loss", "min"), async_=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state, TX, layout, metrics={"loss": step})
+        (tmp_path / "1" / "jzero.json").write_text("{}")
+        with pytest.warns(UserWarning, match="not known how good step 1 is: .*is no manifest"):
+            checkpointer.save(3, state, TX, layout, metrics={"loss": 3})
+        assert checkpointer.steps == [2, 3] and checkpointer.best_step == 2
+
+
 def test_a_removal_that_was_stopped_is_taken_up_again(saved, tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(saved[0], folder)
     (folder / "1").rename(folder / "1.jzero-old")  # killed between the two names of a replacement
+    checkpointer = Checkpointer(folder, async_=False)
+    assert checkpointer.latest == 1 and held(checkpointer.restore(TX, saved[1], **OTHERS).state, saved[1]) == saved[2]
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        checkpointer.save(1, random_state(saved[1]), TX, saved[1])
     write.clean(folder)
     assert Checkpointer(folder).steps == [1]
     shutil.copytree(folder / "1", folder / "1.jzero-old")  # killed behind them

@@ -28,6 +28,7 @@ from jzero.checkpoint import (
     SaveFailed,
     chunks,
     encoding,
+    store,
     write,
 )
 from jzero.checkpoint.blocks import budget, regions, shape_of_blocks
@@ -447,7 +448,9 @@ def test_random_rewrites_keep_every_bit(tmp_path):
 
 
 def test_what_cannot_be_is_told_at_once_and_nothing_is_written(tmp_path):
-    write_arrays(tmp_path / "source", layers(np.random.default_rng(0)))
+    arrays = layers(np.random.default_rng(0))
+    arrays |= {("params", "blocks", n, "norm"): arrays["params", "blocks", n, "norm"].astype(np.float16) for n in "12"}
+    write_arrays(tmp_path / "source", arrays)
 
     def refused(match, error: type[Exception] = CheckpointMismatch, **options):
         with pytest.raises(error, match=match) as raised:
@@ -460,13 +463,20 @@ def test_what_cannot_be_is_told_at_once_and_nothing_is_written(tmp_path):
     message = refused(
         "3 leaves do not fit", rules=[Split.parse("params/blocks/*/norm=params/blocks/*/a,params/blocks/*/b@1")]
     )
-    assert message.count("float32(8,) cannot be cut into 2 equal parts along dim 1") == 3
+    assert message.count("(8,) cannot be cut into 2 equal parts along dim 1") == 3
     refused("step: the checkpoint has int32.*only floats are cast", rules=[Cast.parse("step=bfloat16")])
     refused("--stack .* matches none", rules=[Stack.parse("params/h/#=params/h")])
     refused("two leaves would have this name", rules=[Rename.parse("params/emb=step")])
     refused("below step, which is a leaf", rules=[Rename.parse("params=step")])
     refused(
         "layer 1 is not there", drop=[Pattern("params/blocks/1")], rules=[Stack.parse("params/blocks/#=params/blocks")]
+    )
+    refused(
+        r"params/blocks/1/norm: it is float16\(8,\), but params/blocks/0/norm float16\(8,\) cast from float32",
+        rules=[
+            Cast.parse("params/blocks/0/norm=float16"),
+            Stack.parse("params/blocks/#/norm=params/norm"),
+        ],
     )
     refused("--merge .* finds nothing for params/z", rules=[Merge.parse("params/emb,params/z=params/y")])
     refused(
@@ -535,11 +545,52 @@ def test_names_from_elsewhere_stay_inside(tmp_path):
         assert [leaf.path for leaf in Manifest.read(tmp_path / "in" / "made").leaves] == [tuple(path)]
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
     assert {path.name for path in (tmp_path / "in").iterdir()} == {"source", "made"}
-    for change in ({"chunk": [0]}, {"chunk": [-1]}, {"shape": [2]}, {"stored_shape": [3, 3]}, {"path": []}):
-        body = document["body"] | {"leaves": [document["body"]["leaves"][0] | change]}
+    leaf = document["body"]["leaves"][0]
+    for changed, message in (
+        *(
+            ({"leaves": [leaf | change]}, "has a leaf")
+            for change in (
+                {"chunk": [0]},
+                {"chunk": [-1]},
+                {"shape": [2]},
+                {"stored_shape": [3, 3]},
+                {"path": []},
+                {"path": [1]},
+                {"stored": None},
+                {"stored": "int8"},
+            )
+        ),
+        ({"leaves": [leaf, leaf | {"folder": "x"}]}, "has two leaves of the path"),
+        ({"leaves": [leaf, leaf | {"path": ["x"]}]}, "has two leaves of the folder"),
+        ({"leaves": [leaf | {"dtype": None}]}, "is not as jzero writes it"),
+        ({"leaves": [{}]}, "is not as jzero writes it .*folder"),
+        ({"files": []}, "is not as jzero writes it"),
+    ):
+        body = document["body"] | changed
         (source / "jzero.json").write_text(json.dumps({"sha256": _digest(body), "body": body}))
-        with pytest.raises(CorruptCheckpoint, match="has a leaf"):
+        with pytest.raises(CorruptCheckpoint, match=message):
             inspect(source)
+
+
+def test_no_leaf_takes_the_place_of_a_file_of_orbax(tmp_path):
+    source = write_arrays(tmp_path / "source", {(name,): np.full(3, i, np.float32) for i, name in enumerate("abc")})
+    names = ("_METADATA", "_sharding", "array_metadatas")
+    rules = [Rename.parse(f"{old}={new}") for old, new in zip("abc", names, strict=True)]
+    reshard(source, tmp_path / "made", rules=rules)
+    assert list(read_arrays(tmp_path / "made")) == [(name,) for name in names]
+    found = ocp.load(tmp_path / "made")
+    assert sorted(x[0] for x in jax.tree.leaves(found)) == [0, 1, 2]
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path):
+    """A folder in its place here; a bad sector fails in the same way."""
+    source = write_arrays(tmp_path / "source", {("params", name): np.ones(3, np.float32) for name in "vw"})
+    for name in ("params.v/c/0", "params.w/zarr.json"):
+        (source / "state" / name).unlink()
+        (source / "state" / name).mkdir()
+    found = verify(source, memory=MEMORY)
+    assert [problem.leaf for problem in found.problems] == ["params/v", "params/w"]
+    assert all("cannot be read" in str(problem) for problem in found.problems)
 
 
 # --- what others wrote
@@ -591,6 +642,31 @@ def test_what_orbax_has_lost_is_told(tmp_path):
     metadata.write_text(text.replace('[{"key": "b", "key_type": 2}]', '[{"key": "gone", "key_type": 2}]'))
     with pytest.raises(CorruptCheckpoint, match=r"leaf gone: .*cannot be opened"):
         inspect(tmp_path / "c")
+
+
+def test_damaged_descriptions_of_orbax_are_told(tmp_path):
+    whole = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data"))
+    ocp.save(tmp_path / "c", {"a": jax.device_put(np.ones(4, np.float32), whole), "k": jax.random.key(0)})
+    assert {leaf.name: (leaf.dtype, leaf.spec) for leaf in inspect(tmp_path / "c").origin.leaves} == {
+        "a": ("float32", (("data",),)),
+        "k": ("key:threefry2x32", None),
+    }
+    for name, old, new in (
+        ("_sharding", "partition_spec", "partition_spex"),
+        ("_sharding", '{"', '{"!'),  # no base64
+        ("_sharding", '{\\"', '{!\\"'),
+        ("_sharding", "axis_names", "axis_namez"),
+        ("array_metadatas/process_0", "param_name", "param_namf"),
+        ("array_metadatas/process_0", '"array_metadatas"', '"brray_metadatas"'),
+        ("_METADATA", "key_metadata", "key_metadatb"),
+    ):
+        file = tmp_path / "c" / "state" / name
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+        with pytest.raises(CorruptCheckpoint, match=f"{name} is not as orbax writes it"):
+            inspect(tmp_path / "c")
+        file.write_text(text)
 
 
 def test_large_chunks_of_others_are_told_first():
@@ -671,14 +747,75 @@ def test_many_killed_rewrites_leave_nothing_that_is_taken_for_whole(tmp_path):
 def test_a_replacement_that_was_stopped_between_its_names_is_taken_back(tmp_path):
     source = write_arrays(tmp_path / "source", {("new",): np.ones(3, np.float32)})
     old = write_arrays(tmp_path / "made", {("old",): np.ones(3, np.float32)}).rename(tmp_path / "made.jzero-old")
-    with pytest.raises(FileNotFoundError, match=r"made is not there.* is whole in .*made\.jzero-old"):
-        inspect(tmp_path / "made")
+    assert inspect(tmp_path / "made").origin.folder == old
     with pytest.raises(FileExistsError):
         reshard(source, tmp_path / "made")
     assert list(read_arrays(tmp_path / "made")) == [("old",)] and not old.exists()
     (tmp_path / "made").rename(old)
     reshard(source, tmp_path / "made", overwrite=True)
     assert list(read_arrays(tmp_path / "made")) == [("new",)] and not old.exists()
+
+
+def test_the_latest_is_found_where_its_replacement_was_stopped(tmp_path):
+    for step in (3, 5):
+        write_arrays(tmp_path / str(step), {("w",): np.ones(3, np.float32)}, step=step)
+    (tmp_path / "5").rename(tmp_path / "5.jzero-old")
+    assert find(tmp_path) == find(tmp_path / "5") == tmp_path / "5.jzero-old"
+    (tmp_path / "5.jzero-old" / "jzero.json").unlink()  # killed while it was removed
+    assert find(tmp_path) == tmp_path / "3"
+
+
+def test_one_that_is_half_removed_is_not_taken_back(tmp_path, monkeypatch):
+    """Whatever has become of the one that took its place."""
+    write_arrays(tmp_path / "5.jzero-old", {("w",): np.ones(3, np.float32)})
+
+    def stopped(folder):
+        (folder / "state" / "w" / "c" / "0").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write.remove(tmp_path / "5.jzero-old")
+    monkeypatch.undo()
+    assert write.standing(tmp_path / "5") == tmp_path / "5"
+    write.clean(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_there_is_back_if_the_new_one_does_not_get_its_name(tmp_path, monkeypatch):
+    source = write_arrays(tmp_path / "source", {("new",): np.ones(3, np.float32)})
+    write_arrays(tmp_path / "made", {("old",): np.ones(3, np.float32)})
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == "made.jzero-tmp":
+            raise OSError("stale handle")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(SaveFailed, match=r"stale handle.* What was there before is as it was"):
+        reshard(source, tmp_path / "made", overwrite=True)
+    assert list(read_arrays(tmp_path / "made")) == [("old",)]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "made"}
+
+
+def test_a_failure_waits_for_what_is_being_written():
+    """Else it would be written after all has been removed."""
+    waited = []
+
+    class Writing:
+        def __init__(self, name):
+            self.name = name
+
+        def result(self):
+            waited.append(self.name)
+            if self.name == 1:
+                raise OSError("full")
+
+    jobs = ((1, lambda name=name: Writing(name), lambda future: future.result()) for name in range(4))
+    with pytest.raises(OSError, match="full"):
+        store.windowed(jobs, limit=3)
+    assert waited == [0, 1, 2, 3]
 
 
 def test_a_disk_that_is_too_small_is_told_first(tmp_path, monkeypatch):

@@ -157,6 +157,6 @@ def cast(array: np.ndarray, leaf: Made) -> np.ndarray:
     """An array as the parts of a leaf have it, in the dtype that the leaf is stored in."""
     if leaf.read == leaf.dtype:
         return array
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, as in any such cast
+    with np.errstate(over="ignore"):  # what is too large becomes infinite or NaN, as in any such cast
         values = encoding.values(array, leaf.read).astype(encoding.dtype_of(leaf.dtype))
     return encoding.bits(values, encoding.stored_dtype(leaf.dtype))

@@ -16,7 +16,7 @@ import jax
 import optax
 
 from jzero.checkpoint import cut, parts, read, write
-from jzero.checkpoint.errors import CheckpointMismatch
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint
 from jzero.checkpoint.fit import fit
 from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.names import shown
@@ -127,13 +127,17 @@ class Checkpointer:
         """
         if not self.directory.is_dir():
             return []
-        named = [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-        for path in named:
-            if not (path / FILE).is_file():
+        names = {path.name.removesuffix(write.OLD) for path in self.directory.iterdir() if path.is_dir()}
+        found = []
+        for step in sorted(int(name) for name in names if _STEP.fullmatch(name)):
+            if (self.path(step) / FILE).is_file():
+                found.append(step)
+            elif self.path(step).exists():
                 warnings.warn(
-                    f"{path} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.", stacklevel=3
+                    f"{self.path(step)} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.",
+                    stacklevel=3,
                 )
-        return sorted(int(path.name) for path in named if (path / FILE).is_file())
+        return found
 
     @property
     def latest(self) -> int | None:
@@ -142,17 +146,26 @@ class Checkpointer:
 
     @property
     def best_step(self) -> int | None:
-        """The step whose metric is best; the later one of equals. None if none has it, or there is no `best`."""
+        """The step whose metric is best; the later one of equals. None if none has it, or there is no `best`.
+
+        Warns:
+            UserWarning: The manifest of a checkpoint was changed; it is passed over.
+        """
         if self.best is None:
             return None
         name, end = self.best
-        values = {step: self.manifest(step).metrics.get(name, math.nan) for step in self.steps}
+        values = {}
+        for step in self.steps:
+            try:
+                values[step] = self.manifest(step).metrics.get(name, math.nan)
+            except CorruptCheckpoint as error:
+                warnings.warn(f"It is not known how good step {step} is: {error}", stacklevel=3)
         values = {step: value if end == "max" else -value for step, value in values.items() if not math.isnan(value)}
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def path(self, step: int) -> Path:
-        """The folder of one checkpoint."""
-        return self.directory / str(step)
+        """The folder of one checkpoint; where its replacement was stopped, that of the one before."""
+        return write.standing(self.directory / str(step))
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint holds. No array is read.
@@ -249,7 +262,7 @@ class Checkpointer:
     def _write(self, manifest, pieces, processes, overwrite):
         if processes.index == 0:
             write.clean(self.directory)
-        write.write(self.path(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
+        write.write(self.directory / str(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
         if self.keep is not None:
             if processes.index == 0:
                 best = self.best_step

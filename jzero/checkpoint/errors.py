@@ -1,5 +1,7 @@
 """What goes wrong with a checkpoint: it is damaged, it is not the one that was asked for, or it was not saved."""
 
+import errno
+import os
 from collections.abc import Sequence
 
 SHOWN = 20
@@ -42,6 +44,16 @@ class CheckpointMismatch(ValueError):
 
 class SaveFailed(RuntimeError):
     """A checkpoint was not saved; those before it are as they were."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it was for a full disk."""
+        return disk_full(self.__cause__)
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether an error says that a disk is full; tensorstore's are ValueErrors with the text of the system's."""
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 class LimitExceeded(RuntimeError):

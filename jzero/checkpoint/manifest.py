@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -150,13 +151,19 @@ class Manifest:
             raise ValueError(f"is no manifest ({error})") from error
         if _digest(body) != digest:
             raise ValueError("does not have the SHA-256 that it names")
-        if body["format"] != FORMAT:
-            raise ValueError(f"has format {body['format']}; this version of jzero reads {FORMAT}")
-        return cls(
-            leaves=tuple(_entry(leaf) for leaf in body["leaves"]),
-            files={_safe_file(name): Sum(*sum) for name, sum in body["files"].items()},
-            **{name: body[name] for name in ("step", "data", "metrics", "saved_from")},
-        )
+        try:
+            if body["format"] != FORMAT:
+                raise ValueError(f"has format {body['format']}; this version of jzero reads {FORMAT}")
+            leaves = tuple(_entry(leaf) for leaf in body["leaves"])
+            files = {_safe_file(name): Sum(*sum) for name, sum in body["files"].items()}
+            others = {name: body[name] for name in ("step", "data", "metrics", "saved_from")}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"is not as jzero writes it ({error!r})") from error
+        for name in ("path", "folder"):
+            count = Counter(getattr(leaf, name) for leaf in leaves)
+            if twice := [each for each, times in count.items() if times > 1]:
+                raise ValueError(f"has two leaves of the {name} {twice[0]!r}")
+        return cls(leaves, files, **others)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -192,10 +199,18 @@ class Manifest:
             found = Sum.of_chunk(path) if wanted.check.startswith("crc32c:") else Sum.of(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(path, "is missing", leaf) from None
+        except OSError as error:
+            raise CorruptCheckpoint(path, f"cannot be read ({error})", leaf) from error
         if found.size != wanted.size:
             raise CorruptCheckpoint(path, f"has {found.size} bytes; it was written with {wanted.size}", leaf)
         if found != wanted:
             raise CorruptCheckpoint(path, f"has {found.check}; it was written with {wanted.check}", leaf)
+
+    @property
+    def small(self) -> list[str]:
+        """The files that belong to no single leaf."""
+        inside = {f"{ARRAYS}/{leaf.folder}" for leaf in self.leaves if leaf.stored is not None}
+        return [name for name in self.files if "/".join(name.split("/")[:2]) not in inside]
 
     def check_small(self, folder: Path) -> None:
         """Checks the files that belong to no single leaf.
@@ -203,10 +218,8 @@ class Manifest:
         Raises:
             CorruptCheckpoint: One is missing or was changed.
         """
-        inside = {f"{ARRAYS}/{leaf.folder}/" for leaf in self.leaves if leaf.stored is not None}
-        for name in self.files:
-            if "/".join(name.split("/")[:2]) + "/" not in inside:
-                self.check_file(folder, name)
+        for name in self.small:
+            self.check_file(folder, name)
 
 
 def _digest(body: Any) -> str:
@@ -218,17 +231,22 @@ def _entry(leaf: dict[str, Any]) -> Entry:
     # What a manifest says is checked here once, for it may come from anywhere: names must stay inside of the folder.
     if not is_safe(leaf["folder"]):
         raise ValueError(f"has a leaf in a folder named {leaf['folder']!r}, which may not be one")
-    if not leaf["dtype"].startswith(encoding.KEY):
-        encoding.dtype_of(leaf["dtype"])
-    if leaf["stored"] is not None:
-        encoding.dtype_of(leaf["stored"])
     spec = leaf["spec"]
     shape, stored, chunk = leaf["shape"], leaf["stored_shape"], leaf["chunk"]
     sizes = [*shape, *stored, *chunk]
-    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(chunk) != len(stored) or not leaf["path"]:
+    if not leaf["path"] or not all(isinstance(key, str) for key in leaf["path"]):
+        raise ValueError(f"has a leaf of the path {leaf['path']!r}")
+    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(chunk) != len(stored):
         raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape} in chunks of {chunk}")
-    if stored[: len(shape)] != shape or (leaf["stored"] is not None and 0 in [*stored, *chunk]):
+    words = 1 if leaf["dtype"].startswith(encoding.KEY) else 0
+    if stored[: len(shape)] != shape or len(stored) != len(shape) + words:
         raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape}, stored as {stored} in {chunk}")
+    # What has elements is on the disk; else memory would be handed out as it is.
+    dtype = encoding.stored_dtype(leaf["dtype"])
+    if leaf["stored"] != (None if 0 in stored else dtype) or (leaf["stored"] is not None and 0 in chunk):
+        raise ValueError(
+            f"has a leaf {shown(tuple(leaf['path']))!r} of {leaf['dtype']}{tuple(shape)}, stored in {leaf['stored']}"
+        )
     return Entry(
         path=tuple(leaf["path"]),
         folder=leaf["folder"],

@@ -16,6 +16,9 @@ Path = tuple[str, ...]
 LONGEST = 200
 """Longest name of a folder, in characters; file systems allow 255."""
 
+TAKEN = frozenset({"_metadata", "_sharding", "array_metadatas"})
+"""Names, in lower case, that orbax gives to files of its own beside the folders of leaves."""
+
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 _SAFE = re.compile(r"[A-Za-z0-9_%-]+(\.[A-Za-z0-9_%-]+)*")
 
@@ -76,15 +79,15 @@ def folders(paths: Sequence[Path]) -> list[tuple[str, ...]]:
     """For each leaf its keys in the tree that orbax shows; joined by dots they are the name of its folder.
 
     Orbax joins keys by dots, so that ("a.b",) and ("a", "b") would be one array; quoted keys have no dots. A name that
-    is too long, or the same as another but for upper and lower case, which some file systems do not tell apart, becomes
-    ("%", a hash of the path).
+    is too long, that of a file of orbax, or the same as another but for upper and lower case, which some file systems
+    do not tell apart, becomes ("%", a hash of the path).
 
     Example:
         >>> folders([("params", "a.b"), ("params", "a", "b")])
         [('params', 'a%2Eb'), ('params', 'a', 'b')]
     """
     quoted = [tuple(map(quote, path)) for path in paths]
-    count = Counter(".".join(name).lower() for name in quoted)
+    count = Counter([*(".".join(name).lower() for name in quoted), *TAKEN])
     return [
         name
         if len(".".join(name)) <= LONGEST and count[".".join(name).lower()] == 1

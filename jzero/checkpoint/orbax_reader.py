@@ -24,6 +24,11 @@ from jzero.checkpoint.orbax_format import MARK
 CHECKPOINT, ITEM = "_CHECKPOINT_METADATA", "_METADATA"
 """Orbax's description of a checkpoint, and of one of its items."""
 
+UNLIKE = (KeyError, TypeError, AttributeError, ValueError)
+"""What is raised where metadata is not as orbax writes it."""
+
+Axes = tuple[tuple[str, ...], ...]
+
 AT_ONCE = 64
 """Arrays whose descriptions are read at once."""
 
@@ -64,7 +69,7 @@ def described(folder: Path) -> Described:
         raise CorruptCheckpoint(folder, f"holds no item with a {ITEM}")
     named: list[tuple[tuple[str, ...], str, Path, dict[str, Any]]] = []
     others: dict[str, str] = {}
-    placed: dict[tuple[Path, str], Any] = {}
+    placed: dict[tuple[Path, str], tuple[Axes, dict[str, int]]] = {}
     implementations: dict[tuple[Path, str], str] = {}
     for item in items:
         metadata = _json(item / ITEM)
@@ -72,7 +77,7 @@ def described(folder: Path) -> Described:
             raise CorruptCheckpoint(folder / FILE, "is missing, for jzero wrote this checkpoint; it may be half a copy")
         prefix = (item.name,) if len(items) > 1 else ()
         implementations |= {(item, name): impl for name, impl in _random_keys(item)}
-        placed |= {(item, name): value for name, value in _shardings(item)}
+        placed |= {(item, name): (axes, mesh) for name, axes, mesh in _shardings(item)}
         try:
             for leaf in metadata["tree_metadata"].values():
                 path = tuple(str(level["key"]) for level in leaf["key_metadata"])
@@ -81,8 +86,8 @@ def described(folder: Path) -> Described:
                     others[shown(prefix + path)] = kind
                 else:
                     named.append((prefix + path, ".".join(path), item, metadata))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpoint(item / ITEM, f"is not as orbax writes it ({error!r})") from error
+        except UNLIKE as error:
+            raise _unlike(item / ITEM, error) from error
     count = Counter((item, name) for _, name, item, _ in named)
     for path, name, item, _ in named:
         if count[item, name] > 1:
@@ -100,6 +105,7 @@ def described(folder: Path) -> Described:
         if dtype not in encoding.NATIVE:
             raise CorruptCheckpoint(item / name, f"has dtype {dtype}, which jzero does not know", shown(path))
         implementation = implementations.get((item, name))
+        axes = placed[item, name][0] if (item, name) in placed else None
         leaves.append(
             Entry(
                 path=path,
@@ -109,10 +115,10 @@ def described(folder: Path) -> Described:
                 stored=None if 0 in shape else dtype,
                 stored_shape=shape,
                 chunk=tuple(array.chunk_layout.read_chunk.shape or shape),
-                spec=_spec_of(placed.get((item, name)), len(shape)),
+                spec=None if axes is None else (*axes, *[()] * (len(shape) - len(axes)))[: len(shape)],
             )
         )
-    meshes = {json.dumps(mesh) for mesh in map(_mesh_of, placed.values()) if mesh}
+    meshes = {json.dumps(mesh) for _, mesh in placed.values() if mesh}
     saved_from = {"mesh": json.loads(meshes.pop())} if len(meshes) == 1 else {}
     return Described(tuple(leaves), specs, others, saved_from, dict(top.get("metrics") or {}))
 
@@ -163,34 +169,39 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _shardings(item: Path) -> Iterator[tuple[str, Any]]:
-    """Name and sharding of each array of which orbax has noted it."""
-    if (item / "_sharding").is_file():
-        for name, text in _json(item / "_sharding").items():
-            yield base64.b64decode(name).decode(), json.loads(text)
+def _shardings(item: Path) -> Iterator[tuple[str, Axes, dict[str, int]]]:
+    """Name of each array of which orbax has noted on which mesh it was, which axes cut its dims, and that mesh."""
+    path = item / "_sharding"
+    if not path.is_file():
+        return
+    for name, text in _json(path).items():
+        try:
+            sharding = json.loads(text)
+            if sharding.get("sharding_type") != "NamedSharding":
+                continue
+            axes = tuple(
+                (axis,) if isinstance(axis, str) else tuple(map(str, axis or ())) for axis in sharding["partition_spec"]
+            )
+            mesh = dict(zip(map(str, sharding["axis_names"]), map(int, sharding["shape"]), strict=True))
+            found = base64.b64decode(name, validate=True).decode(), axes, mesh
+        except UNLIKE as error:
+            raise _unlike(path, error) from error
+        yield found
 
 
 def _random_keys(item: Path) -> Iterator[tuple[str, str]]:
     """Name and implementation of each array that holds random keys."""
     for path in sorted((item / "array_metadatas").glob("process_*")):
-        for entry in _json(path).get("array_metadatas", []):
-            array = entry.get("array_metadata", {})
-            implementation = (array.get("ext_metadata") or {}).get("random_key_impl")
-            if implementation:
-                yield array["param_name"], implementation
+        try:
+            arrays = [entry["array_metadata"] for entry in _json(path)["array_metadatas"]]
+            found = [(each["param_name"], (each.get("ext_metadata") or {}).get("random_key_impl")) for each in arrays]
+        except UNLIKE as error:
+            raise _unlike(path, error) from error
+        yield from ((name, implementation) for name, implementation in found if implementation)
 
 
-def _spec_of(sharding: Any, ndim: int) -> tuple[tuple[str, ...], ...] | None:
-    if not sharding or sharding.get("sharding_type") != "NamedSharding":
-        return None
-    axes = [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in sharding["partition_spec"]]
-    return (*axes, *[()] * (ndim - len(axes)))[:ndim]
-
-
-def _mesh_of(sharding: Any) -> dict[str, int] | None:
-    if not sharding or sharding.get("sharding_type") != "NamedSharding":
-        return None
-    return dict(zip(sharding["axis_names"], sharding["shape"], strict=True))
+def _unlike(path: Path, error: Exception) -> CorruptCheckpoint:
+    return CorruptCheckpoint(path, f"is not as orbax writes it ({error!r})")
 
 
 def _first_line(error: Exception) -> str:

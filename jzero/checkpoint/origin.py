@@ -14,34 +14,32 @@ from jzero.checkpoint.chunks import Region, overlap
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry, Manifest
 from jzero.checkpoint.names import shown
-from jzero.checkpoint.write import OLD, stale
+from jzero.checkpoint.write import OLD, stale, standing
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """Is in the name of what orbax has not finished."""
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint that a folder is, or the latest one in it.
+    """The checkpoint that a folder is, or the latest one in it. One whose replacement was stopped is found as well.
 
     Raises:
         FileNotFoundError: Neither.
     """
+    folder = standing(folder)
     if is_checkpoint(folder):
         return folder
     if not folder.is_dir():
-        old = folder.with_name(folder.name + OLD)
-        hint = f" Its replacement was stopped; what it was is whole in {old}." if is_checkpoint(old) else ""
-        raise FileNotFoundError(
-            f"{folder} is not there, or is no folder; wanted a checkpoint, or a folder of them.{hint}"
-        )
-    steps = [path for path in folder.iterdir() if path.name.isdecimal() and is_checkpoint(path)]
+        raise FileNotFoundError(f"{folder} is not there, or is no folder; wanted a checkpoint, or a folder of them.")
+    names = {path.name.removesuffix(OLD) for path in folder.iterdir()}
+    steps = {int(name): path for name in names if name.isdecimal() and is_checkpoint(path := standing(folder / name))}
     if not steps:
         found = ", ".join(path.name for path in left_behind(folder))
         raise FileNotFoundError(
             f"{folder} is no checkpoint and holds none: it has neither {FILE} nor orbax's {orbax_reader.ITEM}, and no "
             f"numbered folder with one." + (f" It has what stopped saves left behind: {found}." if found else "")
         )
-    return max(steps, key=lambda path: int(path.name))
+    return steps[max(steps)]
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -87,7 +87,7 @@ class Made:
     @property
     def described(self) -> str:
         """Its dtype and shape, for messages."""
-        return f"{self.dtype}{self.shape}"
+        return f"{self.dtype}{self.shape}" + ("" if self.read == self.dtype else f" cast from {self.read}")
 
 
 def same(entry: Entry) -> Made:

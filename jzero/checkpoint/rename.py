@@ -93,7 +93,7 @@ class Stack:
                 f"{shown(path)}: --stack {self.text} wants layers 0 to {max(layers)}; layer {missing} is not there."
             )
             return None
-        odd = [leaf for leaf in ordered if (leaf.stored_shape, leaf.dtype) != (first.stored_shape, first.dtype)]
+        odd = [leaf for leaf in ordered if _kind(leaf) != _kind(first)]
         problems += [
             f"{leaf.name}: it is {leaf.described}, but {first.name} {first.described}; --stack {self.text} wants "
             f"equal layers. Stack fewer of them with a narrower pattern."
@@ -337,6 +337,11 @@ def _dim(leaf: Made, dim: int) -> int | None:
     """A dim counted from the front; None if the leaf does not have it."""
     ndim = len(leaf.shape)
     return dim % ndim if -ndim <= dim < ndim else None
+
+
+def _kind(leaf: Made) -> tuple:
+    """All that must be the same for leaves to be stacked."""
+    return leaf.dtype, leaf.read, leaf.words, leaf.shape
 
 
 def _beside(leaf: Made, dim: int) -> tuple:

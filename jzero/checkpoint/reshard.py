@@ -177,7 +177,8 @@ def reshard(
         SaveFailed: It could not be written; nothing of it is left.
         ValueError: An option that makes no sense.
     """
-    target = Path(folder)
+    target = Path(folder).absolute()  # "." has no name
+    write.take_back(target)
     found = plan(source, drop=drop, only=only, rules=rules, mesh=mesh, stage=stage, chunk=chunk, memory=memory)
     _check_target(found, target, overwrite)
 
@@ -214,7 +215,6 @@ def reshard(
 
 
 def _check_target(found: Plan, target: Path, overwrite: bool) -> None:
-    _take_back(target)
     source, place = found.origin.folder.resolve(), target.resolve()
     if place == source or place in source.parents or source in place.parents:
         raise ValueError(f"{target} is what is read, or inside of it, or holds it; choose another place.")
@@ -234,15 +234,6 @@ def _check_target(found: Plan, target: Path, overwrite: bool) -> None:
             found.disk,
             free,
         )
-
-
-def _take_back(target: Path) -> None:
-    """Ends a replacement that was stopped: what was to be replaced gets its name back if nothing is there yet."""
-    old = target.with_name(target.name + write.OLD)
-    if not target.exists() and (old / write.FILE).exists():
-        old.rename(target)
-    else:
-        write.remove(old)
 
 
 def _within(entry: Entry, region) -> Iterator:

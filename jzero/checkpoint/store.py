@@ -40,7 +40,10 @@ class Piece:
 
 
 def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]], limit: int = IN_FLIGHT) -> None:
-    """Runs jobs that overlap: each is its bytes, what starts it and returns a future, and what takes the result."""
+    """Runs jobs that overlap: each is its bytes, what starts it and returns a future, and what takes the result.
+
+    When one fails, those that run come to their end before its error is raised, so that nothing is written behind it.
+    """
     running: deque[tuple[int, Any, Callable[[Any], None]]] = deque()
     held = 0
 

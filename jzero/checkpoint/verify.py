@@ -10,7 +10,7 @@ from jzero.checkpoint import store
 from jzero.checkpoint.blocks import BASE, COPIES
 from jzero.checkpoint.chunks import grid
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded
-from jzero.checkpoint.manifest import ARRAYS, FILE, Entry, Manifest
+from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.origin import Origin, find, reading
 
 
@@ -119,18 +119,12 @@ def _safe(job, problems: list[CorruptCheckpoint]):
 
 def _small(origin: Origin, problems: list[CorruptCheckpoint]) -> int:
     """Checks the files that belong to no array; returns how many there are."""
-    inside = _folders(origin.leaves)
-    names = [name for name in origin.manifest.files if "/".join(name.split("/")[:2]) not in inside]
-    for name in names:
+    for name in origin.manifest.small:
         try:
             origin.manifest.check_file(origin.folder, name)
         except CorruptCheckpoint as error:
             problems.append(error)
-    return len(names)
-
-
-def _folders(leaves: tuple[Entry, ...]) -> set[str]:
-    return {f"{ARRAYS}/{leaf.folder}" for leaf in leaves if leaf.stored is not None}
+    return len(origin.manifest.small)
 
 
 def _unknown(origin: Origin) -> tuple[str, ...]:

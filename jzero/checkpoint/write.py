@@ -1,6 +1,5 @@
 """A checkpoint onto the disk: beside its place until it is whole, then there at once."""
 
-import errno
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jzero.checkpoint import orbax_format, store
-from jzero.checkpoint.errors import SaveFailed
+from jzero.checkpoint.errors import SaveFailed, disk_full
 from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
@@ -92,7 +91,7 @@ def write(
     if first:
         shutil.rmtree(tmp, ignore_errors=True)
     who = f" by process {', '.join(sorted(notes))}" if failure is None else f": {failure}"
-    way_out = " Free some space." if isinstance(failure, OSError) and failure.errno == errno.ENOSPC else ""
+    way_out = " Free some space." if disk_full(failure) else ""
     raise SaveFailed(
         f"{folder} was not written{who}.{way_out} What was there before is as it was, and nothing of this is left."
     ) from failure
@@ -141,7 +140,11 @@ def _commit(tmp: Path, folder: Path, manifest: Manifest, count: int, check) -> N
         old = folder.with_name(folder.name + OLD)
         remove(old)
         folder.rename(old)
-        tmp.rename(folder)
+        try:
+            tmp.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
         sync(folder.parent)
         remove(old)
     else:
@@ -156,14 +159,30 @@ def stale(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.name.endswith((TMP, OLD)))
 
 
+def standing(folder: Path) -> Path:
+    """Where a checkpoint is: under its name; or, where its replacement was stopped between two names, beside it."""
+    if folder.exists():
+        return folder
+    old = folder.with_name(folder.name + OLD)
+    return old if (old / FILE).is_file() else folder
+
+
 def clean(directory: Path) -> None:
     """Removes what `stale` finds. One that was to be replaced, and whose successor is not there, gets its name back."""
     for path in stale(directory):
-        place = path.with_name(path.name.removesuffix(OLD))
-        if path.name.endswith(OLD) and not place.exists() and (path / FILE).exists():
-            path.rename(place)
+        if path.name.endswith(OLD):
+            take_back(path.with_name(path.name.removesuffix(OLD)))
         else:
-            shutil.rmtree(path)
+            remove(path)
+
+
+def take_back(folder: Path) -> None:
+    """Ends a replacement or a removal that was stopped: what `standing` finds gets its name back, other remains go."""
+    old = folder.with_name(folder.name + OLD)
+    if standing(folder) == old:
+        old.rename(folder)
+    else:
+        remove(old)
 
 
 def remove(folder: Path) -> None:
@@ -171,13 +190,13 @@ def remove(folder: Path) -> None:
     if not folder.exists():
         return
     if folder.name.endswith((TMP, OLD)):
+        (folder / FILE).unlink(missing_ok=True)  # first, so that one that is half gone is never taken back
         shutil.rmtree(folder)
         return
     old = folder.with_name(folder.name + OLD)
     remove(old)
     folder.rename(old)
-    (old / FILE).unlink(missing_ok=True)  # from here on it is not taken back
-    shutil.rmtree(old)
+    remove(old)
 
 
 def _write_text(path: Path, text: str) -> None:

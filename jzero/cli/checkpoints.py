@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from jzero.checkpoint.reshard import MEMORY
 from jzero.cli.options import mesh_axes, nbytes, parsed
 
 CODES = """\
-exit codes: 0 done; 1 damaged or different; 2 a wrong command line, or no checkpoint there; 3 memory or disk are too
-small, told before anything is written."""
+exit codes: 0 done; 1 damaged or different; 2 a wrong command line, no checkpoint there, or a folder that cannot be read
+or written; 3 memory or disk are too small, told before anything is written unless others fill the disk meanwhile."""
 
 
 def command(subparsers: Any, name: str, text: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -51,8 +50,7 @@ def exits(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namesp
         except LimitExceeded as error:
             return _failed(error, 3)
         except SaveFailed as error:
-            full = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
-            return _failed(error, 3 if full else 1)
+            return _failed(error, 3 if error.full else 2)
         except CorruptCheckpoint as error:
             return _failed(error, 1)
         except (ValueError, TypeError, OSError) as error:

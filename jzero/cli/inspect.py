@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_plain(found, mesh, stage), indent=1))
     else:
-        print("\n".join(_lines(found, mesh, stage)))
+        print("\n".join(map(safe, _lines(found, mesh, stage))))  # all of it may come from anywhere
     return 0
 
 
@@ -70,7 +70,7 @@ def _lines(found: Inspection, mesh: Mapping[str, int] | None, stage: int | None)
     if mesh is not None:
         lines += ["", *_fits(found.fits, mesh, 3 if stage is None else stage)]
     if found.stale:
-        lines += ["", "Left behind by writes that were stopped; the next save there removes jzero's:"]
+        lines += ["", "Of writes that were stopped, or still go on; the next save there removes jzero's:"]
         lines += [f"  {safe(str(path))}" for path in found.stale]
     return lines
 
