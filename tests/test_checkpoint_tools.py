@@ -741,7 +741,7 @@ def test_a_killed_rewrite_leaves_nothing_that_is_taken_for_whole(tmp_path):
 
 @pytest.mark.slow
 def test_many_killed_rewrites_leave_nothing_that_is_taken_for_whole(tmp_path):
-    assert killed(tmp_path, 60, seed=1) >= 20
+    assert killed(tmp_path, 60, seed=1) >= 6, "some were killed half-way"
 
 
 def test_a_replacement_that_was_stopped_between_its_names_is_taken_back(tmp_path):
