@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jzero.arguments import check_arguments
 from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.memory import leaf_bytes
@@ -139,6 +140,7 @@ def explain(
         >>> print(explain(jzero.zero(params, stage=3, mesh=jzero.make_mesh(data=-1)))[0].reason)
         whole on every device: 3 elements are fewer than min_shard_size=4096
     """
+    check_arguments("explain(layout, loss_fn, batch)", layout=layout)
     stage, found = layout.stage, list[Account]()
     if loss_fn is None and (batch is not None or has_aux or key is not None or model_state is not None):
         raise ValueError("explain: batch, has_aux, key and model_state say how to call a loss; pass loss_fn as well.")

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jzero.arguments import check_arguments
 from jzero.border import border_spec, enter, entered, leave, left
 from jzero.check import check_batch, check_tree
 from jzero.collectives import all_reduce, reduce
@@ -94,6 +95,7 @@ def value_and_grad(
         >>> float(loss), grads["w"].sharding.spec
         (64.0, P('data',))
     """
+    check_arguments("value_and_grad(loss_fn, layout)", layout=layout)
     program = gradient_program(
         loss_fn,
         layout,

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jzero.arguments import check_arguments
 from jzero.check import check_tree, warn_shared
 from jzero.dtypes import Dtypes
 from jzero.guard import Skipped
@@ -165,6 +166,7 @@ def init(
         >>> state.params["w"].sharding.spec, state.params["w"].addressable_shards[0].data.shape
         (P(None, 'data'), (64, 1))
     """
+    check_arguments("init(init_params, tx, layout)", layout=layout, tx=tx)
     if not callable(init_params):
         raise TypeError(
             f"init: init_params is a {type(init_params).__name__}; wanted a function that makes the params. For params "

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jzero import scopes
+from jzero.arguments import check_arguments
 from jzero.check import check_batch
 from jzero.grad import gradient_program
 from jzero.guard import Guard
@@ -185,6 +186,7 @@ def train_step(
         (64.0, True, 1)
     """
     asked = dict(locals())  # every option, for `TrainStep.on`
+    check_arguments("train_step(loss_fn, tx, layout)", layout=layout, tx=tx)
     is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r}; wanted a positive number, or None for no clipping.")

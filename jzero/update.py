@@ -11,6 +11,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from jzero import scopes
+from jzero.arguments import check_arguments
 from jzero.check import check_structure, check_tree
 from jzero.collectives import gather_params
 from jzero.layout import Layout
@@ -157,6 +158,7 @@ def apply_gradients(
         >>> apply_gradients(state, {"w": jnp.ones(8)}, tx, layout).params["w"][0]
         Array(0.5, dtype=float32)
     """
+    check_arguments("apply_gradients(state, grads, tx, layout)", layout=layout, tx=tx)
     check_state(state, tx, layout)
     if when is not None and (jnp.shape(when) or jnp.result_type(when) != jnp.dtype(bool)):
         raise TypeError(f"apply_gradients: when is {jnp.result_type(when)}{jnp.shape(when)}; wanted a bool scalar.")

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -151,6 +152,7 @@ def zero(
             strict=True,
         )
     )
+    _warn_idle(mesh, data_axes + replica_axes, rules)
     early = isinstance(mesh, Mesh) and platform_of(mesh) == "gpu" if ahead is None else ahead
     mesh = cast(Mesh, mesh)  # all that only looks at a layout takes an AbstractMesh just as well
     asked["params"] = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named])
@@ -166,6 +168,17 @@ def zero(
         precision,
         remade=functools.partial(zero, **asked),
     )
+
+
+def _warn_idle(mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...], rules) -> None:
+    named = {axis for _, spec in rules for entry in axes_of(spec) for axis in entry} | set(batch_axes)
+    for axis in [axis for axis, size in mesh.shape.items() if size > 1 and axis not in named]:
+        warnings.warn(
+            f"zero: nothing is cut over the mesh axis {axis!r} ({mesh.shape[axis]} devices), which then repeat each "
+            f"other's work. Name it in data_axes= or replica_axes=, give rules= for it, or leave it out of the mesh; "
+            f"if hints or the loss itself use it, ignore this.",
+            stacklevel=3,
+        )
 
 
 def _in_dtypes(leaf: Leaf, precision: Precision, stage: Stage, regather: bool) -> Leaf:

@@ -316,3 +316,16 @@ def test_reads_are_bounded(states, tmp_path, monkeypatch):
         monkeypatch.setattr(store, "open_array", lambda *args, **kwargs: Watched(read(*args, **kwargs)))
         checkpointer.restore(TX, layout, **OTHERS)
     assert 1 < most[0] <= store.AT_ONCE and alive[0] == 0
+
+
+def test_a_checkpointer_without_a_metric_and_one_that_was_closed(tmp_path):
+    layout, tx = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1)), optax.sgd(0.1)
+    state = jzero.init(lambda: {"w": jnp.ones(8)}, tx, layout)
+    with jzero.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, tx, layout)
+        with pytest.raises(ValueError, match="step='best' needs a metric; make the Checkpointer with best="):
+            checkpointer.restore(tx, layout, step="best")
+        with pytest.raises(TypeError, match=r"restore\(tx, layout\): tx is a Layout"):
+            checkpointer.restore(layout, tx)
+    with pytest.raises(ValueError, match="was closed; make another one"):
+        checkpointer.save(2, state, tx, layout)

@@ -3,11 +3,13 @@
 # ruff: noqa: F401, F811 - fixtures are imported, and asked for by their names
 
 import re
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -273,3 +275,29 @@ def test_put_batch_says_that_microbatches_want_more(layout):
     call = lambda: layout.put_batch(make_batch(12))  # noqa: E731
     message = refuses(call, "Use a batch of 16 examples, and with microbatches a multiple of 8 times as many")
     assert "other microbatches" not in message
+
+
+def test_arguments_in_the_wrong_order_are_named():
+    layout, tx = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1)), optax.sgd(0.1)
+    loss_fn, params = (lambda params, x: x.sum()), {"w": jnp.ones(8)}
+    for call in (
+        lambda: jzero.train_step(loss_fn, layout, tx),
+        lambda: jzero.init(lambda: params, layout, tx),
+        lambda: jzero.apply_gradients(None, params, layout, tx),
+    ):
+        with pytest.raises(TypeError, match=r"\(.*tx, layout\): tx is a Layout; wanted an optax optimizer"):
+            call()
+    with pytest.raises(TypeError, match=r"train_step\(.*\): layout is a Mesh; wanted what jzero.zero returns"):
+        jzero.train_step(loss_fn, tx, layout.mesh)
+    for call in (lambda: jzero.explain(layout.mesh), lambda: jzero.value_and_grad(loss_fn, layout.mesh)):
+        with pytest.raises(TypeError, match="layout is a Mesh"):
+            call()
+
+
+def test_an_axis_over_which_nothing_is_cut_is_named():
+    mesh = jzero.make_mesh(replica=2, data=4)
+    with pytest.warns(UserWarning, match="nothing is cut over the mesh axis 'replica' .2 devices.*replica_axes="):
+        jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=mesh, replica_axes=("replica",))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
+from jzero.arguments import check_arguments
 from jzero.checkpoint import cut, parts, read, write
 from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint
 from jzero.checkpoint.fit import fit
@@ -107,6 +108,7 @@ class Checkpointer:
         self.keep, self.every, self.async_, self.best, self.timeout = keep, every, async_, best, timeout
         self._thread = ThreadPoolExecutor(1, "jzero-save") if async_ else None
         self._pending: tuple[int, Future] | None = None
+        self._closed = False
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -221,6 +223,9 @@ class Checkpointer:
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"save: step={step!r}; wanted an int of 0 or more.")
+        if self._closed:
+            raise ValueError(f"save: this Checkpointer of {self.directory} was closed; make another one.")
+        check_arguments("save(step, state, tx, layout)", layout=layout, tx=tx)
         only = _parts("save", only)
         try:
             self.wait()
@@ -287,6 +292,7 @@ class Checkpointer:
         Raises:
             SaveFailed: The last save could not be written.
         """
+        self._closed = True
         try:
             self.wait()
         finally:
@@ -338,6 +344,7 @@ class Checkpointer:
             CheckpointMismatch: It does not hold what is wanted; every leaf that does not fit is named.
             CorruptCheckpoint: A file is missing or was changed.
         """
+        check_arguments("restore(tx, layout)", layout=layout, tx=tx)
         only = _parts("restore", only)
         if (len(only) < len(PARTS) or on_missing == "init") and init is None:
             raise ValueError(
@@ -396,6 +403,10 @@ class Checkpointer:
         self.wait()
         if step in ("latest", "best"):
             found = self.latest if step == "latest" else self.best_step
+            if step == "best" and self.best is None:
+                raise ValueError(
+                    "restore: step='best' needs a metric; make the Checkpointer with best=('loss', 'min')."
+                )
             if found is None:
                 what = f"no checkpoint with the metric {self.best}" if step == "best" else "no checkpoint"
                 raise FileNotFoundError(f"{self.directory} has {what}. Save one first, or name another folder.")
