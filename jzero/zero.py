@@ -152,7 +152,8 @@ def zero(
             strict=True,
         )
     )
-    _warn_idle(mesh, data_axes + replica_axes, rules)
+    if isinstance(mesh, Mesh):  # one that is only looked at may be for a model without rules as yet
+        _warn_idle(mesh, data_axes + replica_axes, rules)
     early = isinstance(mesh, Mesh) and platform_of(mesh) == "gpu" if ahead is None else ahead
     mesh = cast(Mesh, mesh)  # all that only looks at a layout takes an AbstractMesh just as well
     asked["params"] = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named])
@@ -170,7 +171,7 @@ def zero(
     )
 
 
-def _warn_idle(mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...], rules) -> None:
+def _warn_idle(mesh: Mesh, batch_axes: tuple[str, ...], rules) -> None:
     named = {axis for _, spec in rules for entry in axes_of(spec) for axis in entry} | set(batch_axes)
     for axis in [axis for axis, size in mesh.shape.items() if size > 1 and axis not in named]:
         warnings.warn(

@@ -1,5 +1,6 @@
 """Chunks to and from the disk, through tensorstore, a bounded number of bytes at a time."""
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +64,8 @@ def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]
             finish()
     finally:
         for _, future, _ in running:  # after an error: what is removed next must not be written to any more
-            future.exception()
+            with contextlib.suppress(Exception):
+                future.result()
 
 
 def create(folder: Path, leaves: Sequence[Entry]) -> None:
