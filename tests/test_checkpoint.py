@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -319,7 +320,8 @@ def test_reads_are_bounded(states, tmp_path, monkeypatch):
 
 
 def test_a_checkpointer_without_a_metric_and_one_that_was_closed(tmp_path):
-    layout, tx = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1)), optax.sgd(0.1)
+    layout: Any = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+    tx: Any = optax.sgd(0.1)
     state = jzero.init(lambda: {"w": jnp.ones(8)}, tx, layout)
     with jzero.checkpoint.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, tx, layout)

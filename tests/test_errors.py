@@ -278,12 +278,14 @@ def test_put_batch_says_that_microbatches_want_more(layout):
 
 
 def test_arguments_in_the_wrong_order_are_named():
-    layout, tx = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1)), optax.sgd(0.1)
+    layout: Any = jzero.zero({"w": jnp.ones(8)}, stage=3, mesh=jzero.make_mesh(data=-1))
+    tx: Any = optax.sgd(0.1)
+    state: Any = None
     loss_fn, params = (lambda params, x: x.sum()), {"w": jnp.ones(8)}
     for call in (
         lambda: jzero.train_step(loss_fn, layout, tx),
         lambda: jzero.init(lambda: params, layout, tx),
-        lambda: jzero.apply_gradients(None, params, layout, tx),
+        lambda: jzero.apply_gradients(state, params, layout, tx),
     ):
         with pytest.raises(TypeError, match=r"\(.*tx, layout\): tx is a Layout; wanted an optax optimizer"):
             call()

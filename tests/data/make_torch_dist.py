@@ -33,6 +33,6 @@ state = {name: distribute_tensor(tensor, mesh, places) for name, (tensor, places
 dcp.save(state | {"iteration": 7, "plain": torch.arange(5)}, checkpoint_id=folder)
 if rank == "0":
     arrays = {name: tensor.float().numpy() for name, (tensor, _) in whole.items()}
-    np.savez(folder + "/reference.npz", plain=np.arange(5), **arrays)
+    np.savez(folder + "/reference.npz", plain=np.arange(5), **arrays)  # pyright: ignore[reportArgumentType]
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
