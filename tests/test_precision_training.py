@@ -14,6 +14,7 @@ import pytest
 
 import jzero
 from jzero.precision import PRECISIONS as PRESETS
+from tests.conftest import FUSION_EMITTERS
 from tests.reference import init_params, make_batches, map_tree
 from tests.reference_model import loss_fn
 from tests.scripted import bits, make_batch, make_layout, make_params, make_tx
@@ -132,6 +133,7 @@ def test_a_gpt_gives_the_same_bits_in_another_process(precision):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FUSION_EMITTERS, reason="set XLA_FLAGS=--xla_cpu_use_fusion_emitters=true, XLA's own default")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("microbatches", "alike"), [(1, [{1, 2, 3}]), (4, [{0, 1}, {2, 3}])])
 def test_stages_differ_by_the_order_of_their_sums_alone(precision, microbatches, alike):
@@ -151,4 +153,5 @@ def test_stages_differ_by_the_order_of_their_sums_alone(precision, microbatches,
         for a, b in zip(weights[0], weights[stage], strict=True)
     )
     print(f"{precision}, {microbatches} microbatches: stages differ by {apart:.1e} of a leaf's largest value")
-    assert apart < 1e-6
+    # In bfloat16 a last bit may turn the rounding of the copy that the loss gets, and gradients differ from there on.
+    assert apart < (1e-6 if precision == "fp32" else 1e-3)
