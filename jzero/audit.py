@@ -11,11 +11,12 @@ from typing import Any
 import jax
 from rich.console import RenderableType
 
-from jzero.audit_tables import tables, text
+from jzero.audit_tables import tables
 from jzero.held import Held, abstract, arguments, broken_donation, held, not_donated
 from jzero.layout import Layout
 from jzero.memory import gradient_bytes
 from jzero.padding import is_concrete
+from jzero.plain import plain
 from jzero.program import Collective, Origin, Row, collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, Moved, broken_in, compare
 from jzero.stage import STAGES, Stage
@@ -148,7 +149,7 @@ class Audit:
 
     def __str__(self) -> str:
         """Tables of text."""
-        return text(self)
+        return plain(tables(self))
 
     def __rich__(self) -> RenderableType:
         """The same for a rich console."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box, filesize
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from jzero.plain import add_row
 
 if TYPE_CHECKING:
     from jzero.audit import Audit
 
-WIDTH = 120
-"""Columns of text."""
 BESIDE = ("partitioner", "unnamed")
 UNNAMED = "what XLA has joined under no name"
 _ADDED = "added by the partitioner"
-
-
-def text(report: Audit) -> str:
-    """The tables as text."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, force_terminal=False, force_jupyter=False)  # text in a notebook, too
-    console.print(tables(report))
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def tables(report: Audit) -> RenderableType:
@@ -65,11 +56,6 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def _row(table: Table, *cells: str) -> None:
-    """Adds a row of plain text: brackets in names are no markup."""
-    table.add_row(*map(Text, cells))
-
-
 def _moved(report: Audit) -> Table:
     right = ("collectives", "promised", "program", "on the wire")
     table = _table("moved for", "collective", "over", "dtype", *right, right=right)
@@ -83,7 +69,7 @@ def _moved(report: Audit) -> Table:
         count = f"{sum(one.count for one in some)}{'' if all(one.exact for one in some) else ' or more'}"
         sizes = [sum(one.promised for one in some), sum(one.bytes for one in some)]
         wire = sum(one.wire_bytes for one in some)
-        _row(table, what, kind, ", ".join(axes) or "?", dtypes, count, *map(size, sizes), size(wire))
+        add_row(table, what, kind, ", ".join(axes) or "?", dtypes, count, *map(size, sizes), size(wire))
     return table
 
 
@@ -126,7 +112,7 @@ def _partitioner(report: Audit) -> Table:
         rows, names = [row for _, row in found], list(dict.fromkeys(name for name, _ in found))
         count = f"{sum(row.count for row in rows)}{'' if all(row.exact for row in rows) else ' or more'}"
         sizes = size(sum(row.bytes for row in rows)), size(sum(row.wire_bytes for row in rows))
-        _row(table, kind, ", ".join(axes) or "?", dtype, count, *sizes, _listed(names))
+        add_row(table, kind, ", ".join(axes) or "?", dtype, count, *sizes, _listed(names))
     return table
 
 
@@ -135,7 +121,7 @@ def _held(report: Audit) -> Table:
     table = _table("held", *right, "why they differ", right=right)
     for one in report.held:
         live = "-" if one.live is None else f"{one.live:,}"
-        _row(table, one.what, f"{one.formula:,.0f}", f"{one.promised:,}", f"{one.compiled:,}", live, one.reason)
+        add_row(table, one.what, f"{one.formula:,.0f}", f"{one.promised:,}", f"{one.compiled:,}", live, one.reason)
     return table
 
 

@@ -1,6 +1,5 @@
 """Where each leaf lives, and why."""
 
-import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -10,13 +9,13 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jzero.arguments import check_arguments
 from jzero.grad import gradient_program
 from jzero.layout import Layout
 from jzero.memory import leaf_bytes
+from jzero.plain import plain
 from jzero.run import Account, Gathering
 
 
@@ -77,11 +76,7 @@ class Explanation(tuple[Row, ...]):
             )
         for row in self:
             table.add_row(*(_text(getattr(row, field.name)) for field in shown))
-        out = io.StringIO()
-        # Plain text also in a notebook, where rich would show the table itself.
-        console = Console(file=out, width=10_000, force_terminal=False, force_jupyter=False)
-        console.print(table)
-        lines = [line.rstrip() for line in [*out.getvalue().splitlines(), self.note]]
+        lines = [*plain(table, width=10_000).splitlines(), self.note]
         return "\n".join(line for line in lines if line)
 
 

@@ -10,7 +10,8 @@ from jzero.buffers import Buffer
 from jzero.devices import Device
 from jzero.events import Events, Window
 from jzero.links import Link
-from jzero.preflight_tables import tables, text
+from jzero.plain import plain
+from jzero.preflight_tables import tables
 from jzero.program import wire_factor
 from jzero.promise import LEAVES, Broken, Moved
 from jzero.stage import STAGES, Stage
@@ -227,7 +228,7 @@ class Preflight:
 
     def __str__(self) -> str:
         """Tables of text."""
-        return text(self)
+        return plain(tables(self))
 
     def __rich__(self) -> RenderableType:
         """The same for a rich console."""

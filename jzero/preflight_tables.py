@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jzero.buffers import tidy
+from jzero.plain import add_row
 
 if TYPE_CHECKING:
     from jzero.buffers import Buffer
     from jzero.events import Window
     from jzero.preflight_report import Line, Preflight, Sent
 
-WIDTH = 120
-"""Columns of text."""
 UNNAMED = "without a name"
 LARGEST = 8
 """Buffers of each kind that are listed."""
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
-
-def text(report: Preflight) -> str:
-    """The tables as text."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, force_terminal=False, force_jupyter=False)  # text in a notebook, too
-    console.print(tables(report))
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def tables(report: Preflight) -> RenderableType:
@@ -109,20 +99,15 @@ def _table(title: str, *columns: str, right: Iterable[str] = (), folds: str = ""
     return table
 
 
-def _row(table: Table, *cells: str, style: str = "") -> None:
-    """Adds a row of plain text: brackets in names are no markup."""
-    table.add_row(*map(Text, cells), style=style)
-
-
 def _memory(report: Preflight) -> Table:
     found = report.memory
     table = _table("Memory", "", "size", "what", right=["size"])
-    _row(table, "arguments", size(found.arguments), "state and batch")
-    _row(table, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
-    _row(table, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
+    add_row(table, "arguments", size(found.arguments), "state and batch")
+    add_row(table, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
+    add_row(table, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
     verdict = "fits" if found.fits else "DOES NOT FIT"
     share = f"{found.peak / found.limit:.0%} of {size(found.limit)}: {verdict}"
-    _row(table, "peak", size(found.peak), share, style="bold")
+    add_row(table, "peak", size(found.peak), share, style="bold")
     return table
 
 
@@ -133,9 +118,9 @@ def _buffers(report: Preflight) -> Table:
         for one in found[:LARGEST]:
             name = one.name + (f" in {one.where}" if one.where else "")
             shape = "x".join(map(str, one.shape))
-            _row(table, name, one.kind, SHORT.get(one.dtype, one.dtype), shape, size(one.bytes))
+            add_row(table, name, one.kind, SHORT.get(one.dtype, one.dtype), shape, size(one.bytes))
         if rest := found[LARGEST:]:
-            _row(
+            add_row(
                 table,
                 f"{len(rest)} more",
                 rest[0].kind if len({x.kind for x in rest}) == 1 else "",
@@ -168,7 +153,7 @@ def _collectives(rows: Sequence[Sent]) -> Table:
         window = one.window
         dtypes = "/".join(dict.fromkeys(SHORT.get(piece.dtype, piece.dtype) for piece in window.pieces))
         beside = f"{window.matmuls} matmul{'s' * (window.matmuls != 1)}" if window.asynchronous else "sync"
-        _row(
+        add_row(
             table,
             window.kind,
             ", ".join(window.axes) or "?",
@@ -193,10 +178,10 @@ def _wire(report: Preflight) -> Table:
     )
     for one in report.lines:
         sizes = [size(x) if x else "-" for x in (one.theory, one.program, one.compiled)]
-        _row(table, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
+        add_row(table, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
     table.add_section()
     sums = [sum(getattr(one, name) for one in report.lines) for name in ("theory", "program", "compiled")]
-    _row(table, "all", "", "", *map(size, sums), style="bold")
+    add_row(table, "all", "", "", *map(size, sums), style="bold")
     return table
 
 

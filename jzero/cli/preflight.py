@@ -9,8 +9,8 @@ import jax
 from rich.console import Console
 
 from jzero.cli.options import called, mesh_axes, parsed, plot_file, raised, speed
+from jzero.plain import WIDTH
 from jzero.preflight import preflight
-from jzero.preflight_tables import WIDTH
 from jzero.schedule_plot import block_schedule
 from jzero.step import TrainStep
 from jzero.targets import GPUS, target_mesh

@@ -1,13 +1,12 @@
 """A folder that is there as a whole or not at all."""
 
-import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from jzero.checkpoint import write
-from jzero.checkpoint.errors import LimitExceeded, SaveFailed
+from jzero.checkpoint.errors import LimitExceeded, SaveFailed, disk_full
 
 SLACK = 2**20
 """Bytes that names, headers and descriptions take, about, and as many again for each 256 files."""
@@ -88,7 +87,7 @@ def whole(folder: Path) -> Iterator[Path]:
             old.rename(folder)
         shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(error, OSError):
-            way_out = " Free some space." if error.errno == errno.ENOSPC else ""
+            way_out = " Free some space." if disk_full(error) else ""
             raise SaveFailed(
                 f"{folder} was not written: {error}.{way_out} What was there before is as it was, and nothing of this "
                 f"is left."
