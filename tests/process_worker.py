@@ -1,5 +1,6 @@
 """One process of `test_processes`: trains on its own part of the batches, and writes what came as JSON."""
 
+import contextlib
 import functools
 import json
 import sys
@@ -11,7 +12,8 @@ import numpy as np
 import optax
 
 import jzero
-from jzero.checkpoint import Checkpointer, cut
+from jzero.checkpoint import Checkpointer, SaveFailed, cut, place
+from jzero.checkpoint.processes import Processes
 
 STEPS, EXAMPLES = 3, 16
 PROCESS_CONFIGS = [(1, "8"), (3, "2,2,2")]
@@ -71,6 +73,28 @@ def refusal():
     return "no error"
 
 
+def save_while_locked(checkpointer, state, layout, tx):
+    """Saves step 9 while the second process holds its place, as another job would."""
+    folder, processes = checkpointer.directory / "9", Processes.of_jax()
+    with place.locked(folder) if processes.index else contextlib.nullcontext():
+        if processes.index:
+            place.tmp(folder).mkdir()
+        processes.meet("held")
+        try:
+            checkpointer.save(9, state, tx, layout, only=("params",))
+            checkpointer.wait()
+        except SaveFailed as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            said = "no error"
+        processes.meet("refused")
+        left = sorted(path.name for path in place.tmp(folder).iterdir())
+        processes.meet("looked")
+    if processes.index:
+        place.tmp(folder).rmdir()
+    return said, left
+
+
 def checkpoints(folder):
     """Saves from both processes, restores what one process has saved, and says what came of each.
 
@@ -112,6 +136,7 @@ def checkpoints(folder):
                         found[name]["failed"].append(f"{type(error).__name__}: {error}")
                 cut.pieces = pieces
                 found[name]["steps"] = checkpointer.steps
+                found[name]["refused"] = save_while_locked(checkpointer, state, layout, TX)
         alone = Checkpointer(folder / "alone").restore(TX, layout, **OTHERS)
         found[name]["alone"] = digest(alone.state) == digest(state)
     return found

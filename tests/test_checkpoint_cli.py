@@ -146,7 +146,7 @@ def test_rules_are_applied_in_their_order(run, tmp_path, capsys):
         (["inspect", "run", "--fits", "model=2"], "no data axis"),
         (["verify", "run", "--max-memory", "lots"], "'lots'; wanted whole bytes"),
         (["verify", "run", "--against", "nowhere"], "nowhere is not there"),
-        (["reshard", "run", "run/20"], "choose another place"),
+        (["reshard", "run", "run/20"], "Choose another place"),
         (["reshard", "run/20", "run/1"], "is there already"),
         (["reshard", "run", "made", "--drop", "a//b"], "has an empty level"),
         (["reshard", "run", "made", "--drop", "nothing"], "--drop nothing matches none of the 5 leaves"),

@@ -19,7 +19,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import jzero
-from jzero.checkpoint import Checkpointer, CorruptCheckpoint, Manifest, SaveFailed, cut, orbax_format, write
+from jzero.checkpoint import Checkpointer, CorruptCheckpoint, Manifest, SaveFailed, cut, orbax_format, place
 from jzero.checkpoint.manifest import _digest
 from tests.checkpoints import OTHERS, TX, held, layout_of, random_state
 
@@ -137,8 +137,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jzero.checkpoint import Checkpointer, Entry, Manifest, write
+from jzero.checkpoint import Checkpointer, Entry, Manifest, place
 from jzero.checkpoint.store import Piece
+from jzero.checkpoint.write import write
 
 folder, trials, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 shapes = {"shape": (64, 64), "stored_shape": (64, 64), "chunk": (32, 64), "dtype": "float32", "stored": "float32"}
@@ -146,10 +147,10 @@ leaves = tuple(Entry(path=("params", str(i)), folder=f"params.{i}", **shapes) fo
 
 
 def save(step, overwrite=False):
-    write.clean(folder)
+    place.clean(folder)
     array = np.full((32, 64), step, np.float32)
     pieces = (Piece(leaf, (n, 0), ((32 * n, 32 * n + 32), (0, 64)), array) for leaf in leaves for n in range(2))
-    write.write(folder / str(step), Manifest(leaves, step=step), pieces, overwrite=overwrite)
+    write(folder / str(step), Manifest(leaves, step=step), pieces, overwrite=overwrite)
 
 
 def apart(work):
@@ -339,12 +340,12 @@ def test_a_removal_that_was_stopped_is_taken_up_again(saved, tmp_path):
     assert checkpointer.latest == 1 and held(checkpointer.restore(TX, saved[1], **OTHERS).state, saved[1]) == saved[2]
     with pytest.raises(FileExistsError, match="overwrite=True"):
         checkpointer.save(1, random_state(saved[1]), TX, saved[1])
-    write.clean(folder)
+    place.clean(folder)
     assert Checkpointer(folder).steps == [1]
     shutil.copytree(folder / "1", folder / "1.jzero-old")  # killed behind them
-    shutil.copytree(folder / "1", folder / "0.jzero-old")  # killed in a removal
-    (folder / "0.jzero-old" / "jzero.json").unlink()
-    write.clean(folder)
+    shutil.copytree(folder / "1", folder / "0.jzero-tmp")  # killed in a removal
+    (folder / "2.jzero-lock").touch()  # killed when it was through
+    place.clean(folder)
     assert [path.name for path in folder.iterdir()] == ["1"]
 
 

@@ -154,7 +154,7 @@ def killed(command, sources, target, trials, look):
                 process.kill()
                 process.wait()
                 names = {path.name for path in target.parent.glob("out*")}
-                assert names <= {"out", "out.jzero-tmp", "out.jzero-old"}
+                assert names <= {"out", "out.jzero-tmp", "out.jzero-old", "out.jzero-lock"}
                 half += names != {"out"}
                 # Between two renames the old one has another name; the next run takes it back.
                 there = target if target.exists() else target.with_name("out.jzero-old")

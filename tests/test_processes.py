@@ -114,8 +114,16 @@ def test_a_save_that_one_process_cannot_write_is_given_up_by_both(results, folde
     found = [result["checkpoints"]["3 2,2,2"] for result in results]
     assert [one["steps"] for one in found] == [[3], [3]]
     assert len(found[0]["failed"]) == 1 and len(found[1]["failed"]) == 2
-    assert "SaveFailed" in found[0]["failed"][0] and "was not written by process 1" in found[0]["failed"][0]
+    assert (
+        "SaveFailed" in found[0]["failed"][0]
+        and "was not written by process 1: OSError: no more space." in found[0]["failed"][0]
+    )
     assert "no more space" in found[1]["failed"][0] and "SaveFailed" in found[1]["failed"][1]
+    # Where another job is at it, both hear so, and nothing of that one is touched.
+    said = "9 is being written by process"
+    assert found[0]["refused"][0].startswith("BeingWritten") and said in found[0]["refused"][0]
+    assert found[1]["refused"][0].startswith("SaveFailed") and said in found[1]["refused"][0]
+    assert found[0]["refused"][1] == found[1]["refused"][1] == []
     assert [path.name for path in (folder / "checkpoints" / "3 2x2x2").iterdir()] == ["3"], "nothing is left"
 
 

@@ -22,9 +22,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jzero.checkpoint import chunks, write
+from jzero.checkpoint import chunks
 from jzero.checkpoint.manifest import Entry, Manifest
 from jzero.checkpoint.store import Piece
+from jzero.checkpoint.write import write
 from jzero.cli import main as jzero
 
 WIDTH = 8192
@@ -46,7 +47,7 @@ def make(folder: Path, nbytes: int, leaves: int, largest: int = chunks.LARGEST) 
         for entry in entries
         for number, region in chunks.grid(shape, entry.chunk)
     )
-    write.write(folder, Manifest(tuple(entries)), pieces, overwrite=True)
+    write(folder, Manifest(tuple(entries)), pieces, overwrite=True)
 
 
 def watched(work: Callable[[], object]) -> dict[str, float]:

@@ -1,34 +1,29 @@
 """`Checkpointer`: a run's folder of checkpoints, one for each step that was saved."""
 
 import itertools
-import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
-import jax
 import optax
 
 from jzero.arguments import check_arguments
-from jzero.checkpoint import cut, parts, read, write
-from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint
-from jzero.checkpoint.fit import fit
-from jzero.checkpoint.manifest import FILE, Manifest
-from jzero.checkpoint.names import shown
+from jzero.checkpoint import cut, parts, place, run_folder
+from jzero.checkpoint.errors import BeingWritten
+from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.parts import PARTS
 from jzero.checkpoint.processes import TIMEOUT, Processes
+from jzero.checkpoint.restore import restored, restored_params
 from jzero.checkpoint.store import Piece
+from jzero.checkpoint.write import write
 from jzero.layout import Layout
-from jzero.loss_scale import DynamicLossScale, as_loss_scale
+from jzero.loss_scale import DynamicLossScale
 from jzero.state import TrainState
 
-_STEP = re.compile("0|[1-9][0-9]*")
 _prunes = itertools.count()  # names barriers
 
 
@@ -59,7 +54,8 @@ class Checkpointer:
     next save removes if it was never finished. Files have checksums, which are checked as they are read.
 
     In a run of several processes, each makes a `Checkpointer` of the same folder, which all must see, and calls the
-    same methods in the same order. The folder belongs to one run at a time.
+    same methods in the same order. The folder belongs to one run at a time: a save that another job is writing is left
+    alone, and refused here.
 
     Args:
         directory: The folder; the first save makes it.
@@ -127,19 +123,7 @@ class Checkpointer:
         Warns:
             UserWarning: A folder has the name of a step, and is none: it was made by something else, or damaged.
         """
-        if not self.directory.is_dir():
-            return []
-        names = {path.name.removesuffix(write.OLD) for path in self.directory.iterdir() if path.is_dir()}
-        found = []
-        for step in sorted(int(name) for name in names if _STEP.fullmatch(name)):
-            if (self.path(step) / FILE).is_file():
-                found.append(step)
-            elif self.path(step).exists():
-                warnings.warn(
-                    f"{self.path(step)} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.",
-                    stacklevel=3,
-                )
-        return found
+        return run_folder.steps(self.directory)
 
     @property
     def latest(self) -> int | None:
@@ -153,21 +137,11 @@ class Checkpointer:
         Warns:
             UserWarning: The manifest of a checkpoint was changed; it is passed over.
         """
-        if self.best is None:
-            return None
-        name, end = self.best
-        values = {}
-        for step in self.steps:
-            try:
-                values[step] = self.manifest(step).metrics.get(name, math.nan)
-            except CorruptCheckpoint as error:
-                warnings.warn(f"It is not known how good step {step} is: {error}", stacklevel=3)
-        values = {step: value if end == "max" else -value for step, value in values.items() if not math.isnan(value)}
-        return max(values, key=lambda step: (values[step], step), default=None)
+        return None if self.best is None else run_folder.best_step(self.directory, *self.best)
 
     def path(self, step: int) -> Path:
         """The folder of one checkpoint; where its replacement was stopped, that of the one before."""
-        return write.standing(self.directory / str(step))
+        return run_folder.path(self.directory, step)
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint holds. No array is read.
@@ -176,11 +150,7 @@ class Checkpointer:
             FileNotFoundError: There is none of this step.
             CorruptCheckpoint: Its manifest was changed.
         """
-        try:
-            return Manifest.read(self.path(step))
-        except FileNotFoundError as error:
-            has = f"has steps {', '.join(map(str, self.steps))}" if self.steps else "has none"
-            raise FileNotFoundError(f"{error} {self.directory} {has}.") from None
+        return run_folder.manifest(self.directory, step)
 
     def save(
         self,
@@ -208,7 +178,8 @@ class Checkpointer:
             layout: The layout that it was made with.
             data: Where the run is in its data, such as {"epoch": 1, "batch": 200}: whatever JSON can hold. Of several
                 processes, what the first one passes.
-            metrics: Numbers to choose the best checkpoint by; that of the first process.
+            metrics: Numbers to choose the best checkpoint by; those of the first process. Without the one of `best`
+                this checkpoint is never the best.
             only: Parts of the state to save; ("params",) makes a checkpoint to start others from.
             overwrite: Whether a checkpoint of this step is replaced, in the end.
 
@@ -219,14 +190,14 @@ class Checkpointer:
             ValueError: The state is not of this layout and `tx`.
 
         Warns:
-            UserWarning: The save before this one failed.
+            UserWarning: The save before this one failed, or `metrics` are without the one of `best`.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"save: step={step!r}; wanted an int of 0 or more.")
         if self._closed:
             raise ValueError(f"save: this Checkpointer of {self.directory} was closed; make another one.")
         check_arguments("save(step, state, tx, layout)", layout=layout, tx=tx)
-        only = _parts("save", only)
+        only = parts.chosen("save", only)
         try:
             self.wait()
         except Exception as error:  # whatever it was, this save may go well
@@ -237,7 +208,7 @@ class Checkpointer:
             step=step,
             data=data,
             metrics={name: float(value) for name, value in (metrics or {}).items()},
-            saved_from=_described(layout),
+            saved_from=parts.described(layout),
         )
         try:
             manifest.to_json()
@@ -246,6 +217,12 @@ class Checkpointer:
         if self.path(step).exists() and not overwrite:
             raise FileExistsError(
                 f"{self.path(step)} is there already. Pass overwrite=True to replace it, or save into another folder."
+            )
+        if self.best is not None and metrics and self.best[0] not in metrics:
+            warnings.warn(
+                f"save: metrics have {', '.join(metrics)}, and not {self.best[0]!r}, by which this Checkpointer finds "
+                f"the best checkpoint; step {step} will not be it.",
+                stacklevel=2,
             )
         processes = Processes.of_jax(self.timeout)
         pieces = (piece for source in sources for piece in cut.pieces(source, processes.index))
@@ -266,15 +243,21 @@ class Checkpointer:
 
     def _write(self, manifest, pieces, processes, overwrite):
         if processes.index == 0:
-            write.clean(self.directory)
-        write.write(self.directory / str(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
+            place.clean(self.directory)
+        write(self.directory / str(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
         if self.keep is not None:
             if processes.index == 0:
-                best = self.best_step
-                for step in self.steps[: -self.keep]:
-                    if step != best:
-                        write.remove(self.path(step))
-            processes.barrier(f"{next(_prunes)}/pruned/{self.directory}")
+                self._prune(self.keep)
+            processes.meet(f"{next(_prunes)}/pruned/{self.directory}")
+
+    def _prune(self, keep: int) -> None:
+        best = self.best_step
+        for step in self.steps[:-keep]:
+            if step != best:
+                try:
+                    place.remove(self.path(step))
+                except (OSError, BeingWritten) as error:  # the new one is whole, and that is what counts
+                    warnings.warn(f"{self.path(step)} is more than keep={keep}, and stays: {error}", stacklevel=2)
 
     def wait(self) -> None:
         """Waits until the save that is being written is on the disk.
@@ -345,34 +328,27 @@ class Checkpointer:
             CorruptCheckpoint: A file is missing or was changed.
         """
         check_arguments("restore(tx, layout)", layout=layout, tx=tx)
-        only = _parts("restore", only)
+        only = parts.chosen("restore", only)
         if (len(only) < len(PARTS) or on_missing == "init") and init is None:
             raise ValueError(
                 f"restore: only={only} and on_missing={on_missing!r} may leave something to be made afresh; pass "
                 f"init=lambda: jzero.init(init_params, tx, layout, ...)."
             )
         number, manifest = self._open(step)
-        folder = self.path(number)
-        wanted = parts.wants(tx, layout, only, key=key, model_state=model_state, loss_scale=loss_scale)
-        entries = [entry for entry in manifest.leaves if entry.path[0] in only]
-        options = {"on_missing": on_missing, "on_extra": on_extra, "cast": cast}
-        pairs, missing = fit(str(folder), entries, list(parts.each(wanted)), **options)
-        manifest.check_small(folder)
-        found: dict[tuple[str, ...], jax.Array] = {}
-        fields: dict[str, Any] = {}
-        if init is not None and (missing or len(only) < len(PARTS)):
-            # Before anything is read, and what is not needed of it goes at once: both are never there together.
-            found, fields = _fresh(init(), tx, layout, only, missing)
-        for (_, want), array in zip(pairs, read.arrays(folder, manifest, pairs), strict=True):
-            found[want.path] = array
-        for part, (treedef, wants) in wanted.items():
-            leaves = [found[want.path] for want in wants]
-            if part == "params":
-                fields["params"], fields["master"] = parts.params_of(leaves, layout)
-            else:
-                fields[part] = treedef.unflatten(leaves)
-        state = TrainState(**fields)
-        _check_scale(folder, state, loss_scale)
+        state = restored(
+            self.path(number),
+            manifest,
+            tx,
+            layout,
+            key=key,
+            model_state=model_state,
+            loss_scale=loss_scale,
+            only=only,
+            init=init,
+            on_missing=on_missing,
+            on_extra=on_extra,
+            cast=cast,
+        )
         return Restored(state, number, manifest.data, manifest.metrics)
 
     def restore_params(
@@ -391,12 +367,7 @@ class Checkpointer:
             CorruptCheckpoint: A file is missing or was changed.
         """
         number, manifest = self._open(step)
-        folder = self.path(number)
-        wants = list(parts.each(parts.wants(None, layout, ("params",))))
-        entries = [entry for entry in manifest.leaves if entry.path[0] == "params"]
-        pairs, _ = fit(str(folder), entries, wants, on_missing="error", on_extra="error", cast=cast)
-        manifest.check_small(folder)
-        return parts.params_of(list(read.arrays(folder, manifest, pairs)), layout)[0]
+        return restored_params(self.path(number), manifest, layout, cast=cast)
 
     def _open(self, step: int | Literal["latest", "best"]) -> tuple[int, Manifest]:
         """The step and the manifest of a checkpoint, when the save before has come to its end."""
@@ -422,58 +393,3 @@ def _taken(copies: SimpleQueue) -> Iterator[Piece]:
         if isinstance(piece, BaseException):
             raise piece
         yield piece
-
-
-def _parts(method: str, only: Sequence[str]) -> tuple[str, ...]:
-    """The parts that are named, in their order."""
-    if isinstance(only, str) or not only or not set(only) <= set(PARTS):
-        raise ValueError(f"{method}: only={only!r}; wanted a list of some of {', '.join(PARTS)}.")
-    return tuple(part for part in PARTS if part in only)
-
-
-def _described(layout: Layout) -> dict[str, Any]:
-    """What a manifest says of a layout."""
-    precision = {
-        name: value if isinstance(value, bool | tuple | str | None) else str(value)
-        for name, value in asdict(layout.precision).items()
-    }
-    return {
-        "mesh": dict(layout.mesh.shape),
-        "data_axes": layout.data_axes,
-        "replica_axes": layout.replica_axes,
-        "processes": jax.process_count(),
-        "stage": asdict(layout.stage),
-        "min_shard_size": layout.min_shard_size,
-        "precision": precision,
-    }
-
-
-def _fresh(state, tx, layout, only, missing) -> tuple[dict[Any, jax.Array], dict[str, Any]]:
-    """Of a fresh state the leaves that are missing, by path, and the parts that are not read."""
-    fields = {part: getattr(state, part) for part in PARTS if part not in only}
-    if "params" not in only:
-        fields["master"] = state.master
-    leaves = {item.path: item.array for item in parts.items(state, tx, layout, only)}
-    absent = [want for want in missing if want.path not in leaves]
-    if absent:
-        raise CheckpointMismatch(
-            "init()",
-            [
-                f"{shown(want.path)}: neither the checkpoint has it nor the state that init() makes. Make both "
-                f"with the same key=, model_state= and loss_scale=."
-                for want in absent
-            ],
-        )
-    return {want.path: leaves[want.path] for want in missing}, fields
-
-
-def _check_scale(folder, state, loss_scale) -> None:
-    """Raises if the loss scale that was read is not one of the kind that was asked for."""
-    if loss_scale is not None and not as_loss_scale(loss_scale).fits(state.loss_scale):
-        raise CheckpointMismatch(
-            str(folder),
-            [
-                f"loss_scale: the checkpoint stands at {float(state.loss_scale.scale):g}, saved by another loss scale "
-                f"than {loss_scale}. Pass that one, or leave it out of only= to start with this one."
-            ],
-        )

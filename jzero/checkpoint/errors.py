@@ -51,6 +51,15 @@ class SaveFailed(RuntimeError):
         return disk_full(self.__cause__)
 
 
+class BeingWritten(SaveFailed):
+    """Another process is writing at the same place."""
+
+    def __init__(self, folder: object, who: str):
+        super().__init__(
+            f"{folder} is being written by {who or 'another process'}. Wait for it or stop it, or choose another place."
+        )
+
+
 def disk_full(error: BaseException | None) -> bool:
     """Whether an error says that a disk is full; tensorstore's are ValueErrors with the text of the system's."""
     return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))

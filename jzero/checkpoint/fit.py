@@ -18,14 +18,17 @@ NEEDED = {
 }
 """What makes `restore` ask for a part that it does not ask for by itself."""
 
+OTHER = "Make the layout from params of the same tree; restore(only=['params'], init=...) can read others."
+"""The way out where there is no choice."""
+
 
 def fit(
     what: str,
     entries: Sequence[Entry],
     wants: Iterable[Want],
     *,
-    on_missing: Literal["error", "init"],
-    on_extra: Literal["error", "ignore"],
+    on_missing: Literal["error", "init"] | None = None,
+    on_extra: Literal["error", "ignore"] | None = None,
     cast: bool,
 ) -> tuple[list[tuple[Entry, Want]], list[Want]]:
     """Finds for each leaf that is wanted the one to read.
@@ -34,8 +37,8 @@ def fit(
         what: The checkpoint, for messages.
         entries: The leaves that it has, of the parts that were asked for.
         wants: The leaves that were asked for.
-        on_missing: Whether a leaf that it does not have is an error, or made afresh.
-        on_extra: Whether a leaf that was not asked for is an error.
+        on_missing: Whether a leaf that it does not have is an error, or made afresh; None: there is no choice.
+        on_extra: Whether a leaf that was not asked for is an error; None: there is no choice.
         cast: Whether floats may become other floats.
 
     Returns:
@@ -48,7 +51,7 @@ def fit(
         ("on_missing", on_missing, ("error", "init")),
         ("on_extra", on_extra, ("error", "ignore")),
     ):
-        if value not in choices:
+        if value not in (None, *choices):
             raise ValueError(f"{option}={value!r}; wanted {choices[0]!r} or {choices[1]!r}.")
     have: dict[Path, Entry] = {entry.path: entry for entry in entries}
     pairs, missing, problems = [], [], []
@@ -60,22 +63,25 @@ def fit(
             problems.append(problem)
         else:
             pairs.append((entry, want))
-    if on_missing == "error":
+    if on_missing != "init":
+        way_out = "To make it afresh, pass on_missing='init' and init=." if on_missing else OTHER
         problems += [
-            f"{shown(want.path)}: the checkpoint has none; asked for {_described(want.dtype, want.shape)}. "
-            f"To make it afresh, pass on_missing='init' and init=."
+            f"{shown(want.path)}: the checkpoint has none; asked for {_described(want.dtype, want.shape)}. {way_out}"
             for want in missing
         ]
-    if on_extra == "error":
+    if on_extra != "ignore":
         problems += [
             f"{entry.name}: the checkpoint has {_described(entry.dtype, entry.shape)}, which was not asked for. "
-            + (f"{NEEDED[part]}; to leave it, " if (part := entry.path[0]) in NEEDED else "To leave it, ")
-            + "pass on_extra='ignore'."
+            f"{_left(entry.path[0]) if on_extra else OTHER}"
             for entry in have.values()
         ]
     if problems:
         raise CheckpointMismatch(what, problems)
     return pairs, missing
+
+
+def _left(part: str) -> str:
+    return (f"{NEEDED[part]}; to leave it, " if part in NEEDED else "To leave it, ") + "pass on_extra='ignore'."
 
 
 def _problem(entry: Entry, want: Want, cast: bool) -> str:

@@ -17,6 +17,9 @@ from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest
 MARK = {"jzero": 1}
 """Is in the metadata of what jzero writes, so that a checkpoint that has lost its manifest is not taken for orbax's."""
 
+CHECKPOINT, ITEM = "_CHECKPOINT_METADATA", "_METADATA"
+"""The files by which orbax knows a checkpoint, and a tree of arrays in it."""
+
 DICT = 2
 """Orbax's number for a key of a dict."""
 
@@ -40,7 +43,7 @@ def files(manifest: Manifest) -> dict[str, str]:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": MARK,
     }
-    return {"_CHECKPOINT_METADATA": json.dumps(checkpoint), f"{ARRAYS}/_METADATA": json.dumps(item)}
+    return {CHECKPOINT: json.dumps(checkpoint), f"{ARRAYS}/{ITEM}": json.dumps(item)}
 
 
 def zarr(leaf: Entry) -> dict[str, Any]:

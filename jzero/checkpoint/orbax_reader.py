@@ -19,10 +19,7 @@ from jzero.checkpoint import encoding
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry
 from jzero.checkpoint.names import shown
-from jzero.checkpoint.orbax_format import MARK
-
-CHECKPOINT, ITEM = "_CHECKPOINT_METADATA", "_METADATA"
-"""Orbax's description of a checkpoint, and of one of its items."""
+from jzero.checkpoint.orbax_format import CHECKPOINT, ITEM, MARK
 
 UNLIKE = (KeyError, TypeError, AttributeError, ValueError)
 """What is raised where metadata is not as orbax writes it."""

@@ -14,7 +14,7 @@ from jzero.checkpoint.chunks import Region, overlap
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry, Manifest
 from jzero.checkpoint.names import shown
-from jzero.checkpoint.write import OLD, stale, standing
+from jzero.checkpoint.place import OLD, stale, standing
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """Is in the name of what orbax has not finished."""

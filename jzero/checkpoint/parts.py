@@ -12,7 +12,7 @@ master weights rounded, and is made again in the same way.
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -34,6 +34,13 @@ from jzero.state import TrainState, check_state, owned
 
 PARTS = ("params", "opt_state", "step", "key", "model_state", "loss_scale", "skipped")
 """The parts of a state, in the order in which they are saved."""
+
+
+def chosen(method: str, only: Sequence[str]) -> tuple[str, ...]:
+    """The parts that are named, in their order."""
+    if isinstance(only, str) or not only or not set(only) <= set(PARTS):
+        raise ValueError(f"{method}: only={only!r}; wanted a list of some of {', '.join(PARTS)}.")
+    return tuple(part for part in PARTS if part in only)
 
 
 @dataclass(frozen=True)
@@ -169,3 +176,20 @@ def each(found: dict[str, tuple[Any, list[Want]]]) -> Iterator[Want]:
     """All leaves that are wanted, in order."""
     for _, wanted in found.values():
         yield from wanted
+
+
+def described(layout: Layout) -> dict[str, Any]:
+    """What a manifest says of a layout."""
+    precision = {
+        name: value if isinstance(value, bool | tuple | str | None) else str(value)
+        for name, value in asdict(layout.precision).items()
+    }
+    return {
+        "mesh": dict(layout.mesh.shape),
+        "data_axes": layout.data_axes,
+        "replica_axes": layout.replica_axes,
+        "processes": jax.process_count(),
+        "stage": asdict(layout.stage),
+        "min_shard_size": layout.min_shard_size,
+        "precision": precision,
+    }

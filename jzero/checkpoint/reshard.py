@@ -1,16 +1,15 @@
 """Rewriting a checkpoint: other chunks, other leaves, other dtypes, in bounded memory."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from jzero.checkpoint import encoding, write
+from jzero.checkpoint import encoding
 from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_blocks
 from jzero.checkpoint.chunks import LARGEST, grid, halved, inside
 from jzero.checkpoint.compare import different
-from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, LimitExceeded, SaveFailed
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, SaveFailed
 from jzero.checkpoint.manifest import Entry, Manifest
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.origin import Origin
@@ -18,7 +17,9 @@ from jzero.checkpoint.patterns import Pattern, any_match
 from jzero.checkpoint.placing import chunk_for, placed
 from jzero.checkpoint.recipe import Made, same
 from jzero.checkpoint.rename import Rule, applied
+from jzero.checkpoint.room import check_apart, check_disk, check_free, is_of_checkpoint, target
 from jzero.checkpoint.store import Piece
+from jzero.checkpoint.write import write
 
 MEMORY = 300 * 10**6
 """Bytes of memory that a rewrite takes at most by default, over those of the process before."""
@@ -177,10 +178,11 @@ def reshard(
         SaveFailed: It could not be written; nothing of it is left.
         ValueError: An option that makes no sense.
     """
-    target = Path(folder).absolute()  # "." has no name
-    write.take_back(target)
+    where = target(folder)
     found = plan(source, drop=drop, only=only, rules=rules, mesh=mesh, stage=stage, chunk=chunk, memory=memory)
-    _check_target(found, target, overwrite)
+    check_apart(found.origin.folder, where)
+    check_free(where, overwrite, is_of_checkpoint, "a checkpoint of jzero")
+    check_disk(where, found.disk, ", or --drop, --only or --cast more")
 
     def pieces() -> Iterator[Piece]:
         reader = Reader(found.origin, found.budget.reading, _counted(progress, "rewriting", found.nbytes))
@@ -199,41 +201,16 @@ def reshard(
             for region in regions(leaf, block):
                 if different(before.block(leaf, region), after.block(same(entry), region)).any():
                     raise CorruptCheckpoint(
-                        target / entry.file(), "would not hold what was read; memory or disk of this machine", leaf.name
+                        where / entry.file(), "would not hold what was read; memory or disk of this machine", leaf.name
                     )
 
     try:
-        write.write(target, found.manifest, pieces(), overwrite=overwrite, check=check)
+        write(where, found.manifest, pieces(), overwrite=overwrite, check=check)
     except SaveFailed as error:
         if isinstance(error.__cause__, CorruptCheckpoint):
             raise error.__cause__ from None
         raise
-    except BaseException:  # such as Ctrl-C: what was written goes, and the space comes back
-        write.remove(target.with_name(target.name + write.TMP))
-        raise
     return found
-
-
-def _check_target(found: Plan, target: Path, overwrite: bool) -> None:
-    source, place = found.origin.folder.resolve(), target.resolve()
-    if place == source or place in source.parents or source in place.parents:
-        raise ValueError(f"{target} is what is read, or inside of it, or holds it; choose another place.")
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} is there already. Choose another place, or pass --overwrite.")
-    if target.is_file() or (target.exists() and any(target.iterdir()) and not (target / write.FILE).exists()):
-        raise FileExistsError(f"{target} is no checkpoint of jzero, and is not replaced. Choose another place.")
-    parent = next(folder for folder in place.parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    # What a stopped rewrite has left there goes first.
-    left = target.with_name(target.name + write.TMP)
-    free += sum(path.stat().st_blocks * 512 for path in left.rglob("*") if path.is_file()) if left.exists() else 0
-    if found.disk > free:
-        raise LimitExceeded(
-            f"{target}: takes {found.disk / 1e6:,.0f} MB; {free / 1e6:,.0f} MB are free there. Free some space, choose "
-            f"another disk, or --drop, --only or --cast more.",
-            found.disk,
-            free,
-        )
 
 
 def _within(entry: Entry, region) -> Iterator:

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from jzero.checkpoint import encoding, store, write
+from jzero.checkpoint import encoding, store
 from jzero.checkpoint.blocks import BASE, COPIES, budget
 from jzero.checkpoint.chunks import LARGEST, grid, halved
 from jzero.checkpoint.compare import different
 from jzero.checkpoint.errors import CorruptCheckpoint, SaveFailed
-from jzero.checkpoint.exchange.place import check_disk, check_free, recover
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.exchange.source import Source
-from jzero.checkpoint.manifest import ARRAYS, FILE, Entry, Manifest
+from jzero.checkpoint.manifest import Entry, Manifest
 from jzero.checkpoint.names import folders
+from jzero.checkpoint.room import check_disk, check_free, is_of_checkpoint, on_disk, target
+from jzero.checkpoint.write import write
 
 LEAST = 2**20
 """Bytes of a chunk that there must be memory for; smaller ones would be too many files."""
@@ -83,9 +84,8 @@ def import_params(
         ['params/layer/weight']
     """
     rules = Rules.read(map) if isinstance(map, str | PathLike) else map
-    folder = Path(checkpoint)
-    recover(folder)
-    check_free(folder, overwrite, _is_ours, "a checkpoint")
+    folder = target(checkpoint)
+    check_free(folder, overwrite, is_of_checkpoint, "a checkpoint of jzero")
     with Source(Path(source), rules) as model:
         largest = min(LARGEST, max(LEAST, (memory - BASE - COPIES * store.IN_FLIGHT) // 2))
         budget(f"import {source}", memory, 0, largest)
@@ -96,7 +96,7 @@ def import_params(
             chunk = link.shape if stored is None else halved(link.shape, size, largest)
             entries.append(Entry(link.path, ".".join(name), link.shape, link.dtype, stored, link.shape, chunk))
         nbytes = sum(entry.nbytes for entry in entries)
-        check_disk(folder, nbytes, sum(entry.chunk_count for entry in entries))
+        check_disk(folder, on_disk(nbytes, sum(entry.chunk_count for entry in entries)))
         model.check_copies()
         links = {entry.path: link for entry, link in zip(entries, model.links, strict=True)}
         chunks = [(e, *chunk) for e in entries if e.stored for chunk in grid(e.stored_shape, e.chunk)]
@@ -116,14 +116,9 @@ def import_params(
                     raise CorruptCheckpoint(file, "does not hold what was written to it", piece.leaf.name)
 
         try:
-            write.write(folder, Manifest(tuple(entries)), read("writing"), overwrite=overwrite, check=check)
-        except BaseException as error:  # such as Ctrl-C: what was written goes, and the space comes back
-            write.remove(folder.with_name(folder.name + write.TMP))
-            if isinstance(error, SaveFailed) and isinstance(error.__cause__, CorruptCheckpoint):
+            write(folder, Manifest(tuple(entries)), read("writing"), overwrite=overwrite, check=check)
+        except SaveFailed as error:
+            if isinstance(error.__cause__, CorruptCheckpoint):
                 raise error.__cause__ from None
             raise
         return Imported(len(entries), nbytes, tuple(model.ignored))
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name in (FILE, ARRAYS, "_CHECKPOINT_METADATA")

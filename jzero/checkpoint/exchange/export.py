@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from jzero.checkpoint import encoding
+from jzero.checkpoint import encoding, place
 from jzero.checkpoint.blocks import ENOUGH, Reader, budget
 from jzero.checkpoint.chunks import Region, grid
 from jzero.checkpoint.exchange import slices
 from jzero.checkpoint.exchange.files import INDEX, index, shards
 from jzero.checkpoint.exchange.format import CorruptTensors, Spec, Tensor, header, read_header
 from jzero.checkpoint.exchange.link import ROOT, Link, outward
-from jzero.checkpoint.exchange.place import check_disk, check_free, recover, whole
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import same
+from jzero.checkpoint.room import check_disk, check_free, on_disk, target
 
 MEMORY = 300 * 10**6
 """Bytes of memory that an export takes at most by default, over those of the process before."""
@@ -112,8 +112,7 @@ def export_safetensors(
     if max_shard < 1:
         raise ValueError(f"export: max_shard={max_shard!r}; wanted 1 byte or more.")
     rules = Rules.read(map) if isinstance(map, str | PathLike) else map
-    origin, folder = Origin.open(Path(checkpoint)), Path(folder)
-    recover(folder)
+    origin, folder = Origin.open(Path(checkpoint)), target(folder)
     check_free(folder, overwrite, lambda path: path.name == INDEX or path.suffix == ".safetensors", "an export")
     links = outward(str(origin.folder), origin.leaves, rules, dtype)
     files = shards([Spec(name, link.dtype, link.tensor_shape) for link in links for name in link.tensors], max_shard)
@@ -122,18 +121,18 @@ def export_safetensors(
     pairs = [(leaf, link) for link in links if (leaf := leaves[link.path]).stored is not None]
     largest = max((leaf.chunk_nbytes for leaf, _ in pairs), default=0)
     shared = budget(f"export {origin.folder}", memory, largest, largest)
-    check_disk(folder, nbytes, len(files))
-    with whole(folder) as place:
+    check_disk(folder, on_disk(nbytes, len(files)))
+    with place.whole(folder) as where:
         reader = Reader(origin, shared.reading)
         sums = _write(
             reader,
             pairs,
-            place,
+            where,
             files,
             min(shared.block, max(largest, ENOUGH)),
             lambda done: progress("writing", done, nbytes),
         )
-        _check(place, files, sums, lambda done: progress("checking", done, nbytes))
+        _check(where, files, sums, lambda done: progress("checking", done, nbytes))
     dtypes = [spec.dtype for specs in files.values() for spec in specs]
     taken = {link.path for link in links}
     rest = [leaf for leaf in origin.leaves if leaf.path not in taken]
@@ -162,7 +161,7 @@ Sums = list[tuple[str, Region, int]]
 def _write(
     reader: Reader,
     pairs: Sequence[tuple[Entry, Link]],
-    place: Path,
+    folder: Path,
     files: Mapping[str, Sequence[Spec]],
     block: int,
     progress: Callable[[int], None],
@@ -172,8 +171,8 @@ def _write(
     with ExitStack() as stack:
         places: dict[str, tuple[int, Tensor]] = {}
         for name, specs in files.items():
-            text, tensors = header(place / name, specs, {"format": "pt"})
-            file = stack.enter_context((place / name).open("xb"))
+            text, tensors = header(folder / name, specs, {"format": "pt"})
+            file = stack.enter_context((folder / name).open("xb"))
             file.write(text)
             file.truncate(len(text) + sum(tensor.nbytes for tensor in tensors))
             places |= {tensor.name: (file.fileno(), tensor) for tensor in tensors}
@@ -191,12 +190,10 @@ def _write(
                 del array  # or there would be two of them when the next is read
         for handle in {handle for handle, _ in places.values()}:
             os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # what is compared then comes from the disk
+            if hasattr(os, "posix_fadvise"):  # what is compared then comes from the disk
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     if len(files) > 1:
-        with (place / INDEX).open("w") as file:
-            file.write(index(files))
-            file.flush()
-            os.fsync(file.fileno())
+        place.write_text(folder / INDEX, index(files))
     return sums
 
 
@@ -213,16 +210,16 @@ def _cast(array: np.ndarray, link: Link) -> np.ndarray:
     return cast
 
 
-def _check(place: Path, files: Mapping[str, Sequence[Spec]], sums: Sums, progress: Callable[[int], None]) -> None:
+def _check(folder: Path, files: Mapping[str, Sequence[Spec]], sums: Sums, progress: Callable[[int], None]) -> None:
     """Compares what is on the disk with what was written.
 
     Raises:
         CorruptTensors: It differs.
     """
-    tensors = {tensor.name: tensor for name in files for tensor in read_header(place / name)}
+    tensors = {tensor.name: tensor for name in files for tensor in read_header(folder / name)}
     wanted = {spec.name: (spec.code, spec.shape) for specs in files.values() for spec in specs}
     if {tensor.name: (tensor.code, tensor.shape) for tensor in tensors.values()} != wanted:
-        raise CorruptTensors(place, "reads back with other tensors than were written")
+        raise CorruptTensors(folder, "reads back with other tensors than were written")
     done = 0
     with slices.Files() as opened:
         for name, region, sum_ in sums:

@@ -1,0 +1,70 @@
+"""The checkpoints in the folder of a run: one for each step that was saved, under its number."""
+
+import math
+import re
+import warnings
+from pathlib import Path
+from typing import Literal
+
+from jzero.checkpoint import place
+from jzero.checkpoint.errors import CorruptCheckpoint
+from jzero.checkpoint.manifest import FILE, Manifest
+
+_STEP = re.compile("0|[1-9][0-9]*")
+
+
+def path(directory: Path, step: int) -> Path:
+    """The folder of one checkpoint; where its replacement was stopped, that of the one before."""
+    return place.standing(directory / str(step))
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps of which there is a whole checkpoint, in order.
+
+    Warns:
+        UserWarning: A folder has the name of a step, and is none: it was made by something else, or damaged.
+    """
+    if not directory.is_dir():
+        return []
+    names = {entry.name.removesuffix(place.OLD) for entry in directory.iterdir() if entry.is_dir()}
+    found = []
+    for step in sorted(int(name) for name in names if _STEP.fullmatch(name)):
+        folder = path(directory, step)
+        if (folder / FILE).is_file():
+            found.append(step)
+        elif folder.exists():
+            warnings.warn(
+                f"{folder} has no {FILE}, and so is no whole checkpoint of jzero; it is passed over.", stacklevel=4
+            )
+    return found
+
+
+def best_step(directory: Path, metric: str, end: Literal["min", "max"]) -> int | None:
+    """The step whose metric is best; the later one of equals. None if none has it.
+
+    Warns:
+        UserWarning: The manifest of a checkpoint was changed; it is passed over.
+    """
+    values = {}
+    for step in steps(directory):
+        try:
+            values[step] = Manifest.read(path(directory, step)).metrics.get(metric, math.nan)
+        except CorruptCheckpoint as error:
+            warnings.warn(f"It is not known how good step {step} is: {error}", stacklevel=4)
+    values = {step: value if end == "max" else -value for step, value in values.items() if not math.isnan(value)}
+    return max(values, key=lambda step: (values[step], step), default=None)
+
+
+def manifest(directory: Path, step: int) -> Manifest:
+    """What a checkpoint holds.
+
+    Raises:
+        FileNotFoundError: There is none of this step.
+        CorruptCheckpoint: Its manifest was changed.
+    """
+    try:
+        return Manifest.read(path(directory, step))
+    except FileNotFoundError as error:
+        there = steps(directory)
+        has = f"has steps {', '.join(map(str, there))}" if there else "has none"
+        raise FileNotFoundError(f"{error} {directory} {has}.") from None
