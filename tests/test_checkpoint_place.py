@@ -121,6 +121,29 @@ def test_one_that_may_not_be_removed_yet_stays_and_is_named(tmp_path, holder):
         assert names(tmp_path) == ["3"]
 
 
+def test_what_cannot_be_removed_does_not_stop_saves(tmp_path, monkeypatch):
+    """For other processes may be waiting in them."""
+    layout = layout_of(3, "8")
+    state = random_state(layout)
+
+    def refused(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(folder))
+
+    with Checkpointer(tmp_path, async_=False, keep=1) as checkpointer:
+        checkpointer.save(1, state, TX, layout)
+        (tmp_path / "7.jzero-tmp").mkdir()
+        monkeypatch.setattr(shutil, "rmtree", refused)
+        with pytest.warns(
+            UserWarning, match=r"What stopped saves have left in .* stays: .*Permission denied"
+        ) as caught:
+            checkpointer.save(2, state, TX, layout)
+        assert any("keeps more than keep=1" in str(one.message) for one in caught)
+        monkeypatch.undo()
+        checkpointer.save(3, state, TX, layout)
+        assert names(tmp_path) == ["3"]
+
+
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the child waits and ends, no more
 def test_children_of_a_process_do_not_keep_its_lock(tmp_path):
     """Such as those that load data: a fork has all files open that its parent has."""

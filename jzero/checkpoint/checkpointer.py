@@ -243,11 +243,17 @@ class Checkpointer:
 
     def _write(self, manifest, pieces, processes, overwrite):
         if processes.index == 0:
-            place.clean(self.directory)
+            try:
+                place.clean(self.directory)
+            except OSError as error:  # the new one is what counts, and others wait for this process there
+                warnings.warn(f"What stopped saves have left in {self.directory} stays: {error}", stacklevel=2)
         write(self.directory / str(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
         if self.keep is not None:
             if processes.index == 0:
-                self._prune(self.keep)
+                try:
+                    self._prune(self.keep)
+                except OSError as error:
+                    warnings.warn(f"{self.directory} keeps more than keep={self.keep}: {error}", stacklevel=2)
             processes.meet(f"{next(_prunes)}/pruned/{self.directory}")
 
     def _prune(self, keep: int) -> None:
@@ -256,7 +262,7 @@ class Checkpointer:
             if step != best:
                 try:
                     place.remove(self.path(step))
-                except (OSError, BeingWritten) as error:  # the new one is whole, and that is what counts
+                except BeingWritten as error:
                     warnings.warn(f"{self.path(step)} is more than keep={keep}, and stays: {error}", stacklevel=2)
 
     def wait(self) -> None:
