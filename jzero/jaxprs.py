@@ -68,12 +68,17 @@ def is_placed_by_hand(eqn: Any) -> bool:
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
 
-def source_of(eqn: Any) -> str:
-    """The user's function, file and line that an equation comes from, as in "block (model.py:31)"."""
-    traceback = eqn.source_info.traceback if eqn is not None else None
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(LIBRARIES):
-            return f"{frame.function_name.split('.')[-1]} ({frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num})"
+def source_of(eqn: Any, calls: Sequence[Any] = ()) -> str:
+    """The user's function, file and line that an equation comes from, as in "block (model.py:31)".
+
+    Inside of a function of jax's own that is jitted, as `jnp.take` is, an equation knows no line outside of it: then it
+    is that of the innermost of `calls`, the equations around it from the outside in, which has one.
+    """
+    for each in (eqn, *reversed(calls)):
+        traceback = each.source_info.traceback if each is not None else None
+        for frame in traceback.frames if traceback is not None else ():
+            if not frame.file_name.startswith(LIBRARIES):
+                return f"{frame.function_name.split('.')[-1]} ({frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num})"
     return "unknown"
 
 

@@ -94,6 +94,7 @@ class Run:
         inside: Whether this is the body of a loop.
         lazy: Whether gradients are to be reduced later, outside of that body.
         used: What was gathered outside of loops, in order: its bytes, and an array that it was used with, if any.
+        calls: The calls, blocks and loops around this point, from the outside in.
     """
 
     layout: Layout
@@ -105,6 +106,7 @@ class Run:
     inside: bool = False
     lazy: bool = False
     used: list[tuple[int, Any]] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
 
     def reduced(self, x: Any, want: Cut | None) -> Any:
         """What is wanted of a gradient: reduced here, if it was not before, and is to be now."""
@@ -192,7 +194,8 @@ class Run:
         if not self.inside:
             self.used.append((size, beside))
         own = whole.size * whole.dtype.itemsize // model_shards
-        found = Gathering(shards.leaf.path, source_of(eqn), self.phase, str(x.dtype), own, size, self.times, early)
+        where = source_of(eqn, self.calls)
+        found = Gathering(shards.leaf.path, where, self.phase, str(x.dtype), own, size, self.times, early)
         self.account.gatherings.append(found)
         shards.gathers.add((self.until(shards), str(x.dtype)))
         return whole

@@ -115,7 +115,10 @@ def evaluate(run: Run, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], w
 def _equation(run, eqn, ins, wants):
     name, first = eqn.primitive.name, ins[0] if ins else None
     if name in RULES and not is_placed_by_hand(eqn) and (any(isinstance(x, View) for x in ins) or any(wants)):
-        return RULES[name](run, eqn, ins, wants)
+        run.calls.append(eqn)
+        outs = RULES[name](run, eqn, ins, wants)
+        run.calls.pop()
+        return outs
     if any(isinstance(x, Pending) for x in ins) and not (isinstance(first, Pending) and first.can(eqn, ins[1:])):
         ins = [run.due(x) if isinstance(x, Pending) else x for x in ins]
         first = ins[0]

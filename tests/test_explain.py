@@ -94,3 +94,21 @@ def test_it_says_where_nothing_is_cut(stage, size, said):
     text = str(jzero.explain(jzero.zero(params, stage=stage, mesh=jzero.make_mesh(data=-1), min_shard_size=size)))
     assert ("Nothing is cut: every device holds all of it" in text) == said
     assert ("A smaller min_shard_size than 4096 cuts" in text) == said
+
+
+def test_a_lookup_is_named_by_the_line_that_looks_up():
+    """`jnp.take`, which flax's and equinox's embeddings call, is jitted, and its equations know no line of the user."""
+    layout = jzero.zero({"table": abstract(512, 64), "more": abstract(512, 64)}, stage=3, mesh=jzero.make_mesh(data=-1))
+
+    def block(params, tokens):
+        return jnp.take(params["table"], tokens, axis=0)
+
+    def loss_fn(params, tokens):
+        x = jax.checkpoint(block)(params, tokens)
+        y = jnp.take(params["more"], tokens, axis=0)  # the same call as above, which JAX has traced once
+        return jnp.mean((x - y) ** 2)
+
+    more, table = (row.gathers for row in jzero.explain(layout, loss_fn, abstract(16, dtype="int32")))
+    file, first = __file__.rsplit("/", 1)[-1], block.__code__.co_firstlineno
+    assert [gathering.where for gathering in table] == [f"block ({file}:{first + 1})"]
+    assert [gathering.where for gathering in more] == [f"loss_fn ({file}:{loss_fn.__code__.co_firstlineno + 2})"]
