@@ -33,7 +33,7 @@ class Advice:
         lowest: The lowest stage that fits on the mesh that was asked for; None if none does.
         smallest: For each stage the smallest number of devices that it fits on, with the model axes as they are and no
             replicas; None if no number does.
-        reasons: Sentences, the most important first.
+        reasons: Sentences, the most important first. What moves is in bytes that each device sends, `Estimate.moved`.
     """
 
     device: Device
@@ -109,20 +109,18 @@ def _model_axes(axes: Mapping[str, int]) -> dict[str, int]:
 def _why(plans: list[Estimate], lowest: int, budget: int) -> str:
     one, microbatches = plans[lowest], plans[lowest].microbatches
     start = f"Stage {lowest} is the lowest that fits: {gb(one.total)} of {gb(budget)}, beside activations."
+
+    def moves_beside(stage):
+        return f"moves {gb(one.moved())} per step where stage {stage} moves {gb(plans[stage].moved())}"
+
     if lowest == 0:
-        return f"{start} Stage 1 moves as much and stores {gb(plans[0].stored.total - plans[1].stored.total)} less."
+        return f"{start} It {moves_beside(1)}, and stores {gb(one.stored.total - plans[1].stored.total)} more."
     if lowest == 1 or (lowest == 2 and microbatches == 1):
-        return f"{start} It moves as many elements per step as stage 0."
-    less = plans[1].moved()
+        return f"{start} It {moves_beside(0)}."
     if lowest == 2:
-        return (
-            f"{start} It reduces in each of {microbatches} microbatches, and so moves {gb(one.moved())} per step where "
-            f"stage 1 moves {gb(less)}."
-        )
-    return (
-        f"{start} It gathers params twice in each of {microbatches} microbatch{'es' if microbatches > 1 else ''}, and "
-        f"so moves {gb(one.moved())} per step where stage 1 moves {gb(less)}."
-    )
+        return f"{start} It reduces in each of {microbatches} microbatches, and so {moves_beside(1)}."
+    times = f"{microbatches} microbatch{'es' if microbatches > 1 else ''}"
+    return f"{start} It gathers params twice in each of {times}, and so {moves_beside(1)}."
 
 
 def _hybrid(plan: Plan, one: Estimate, stage: int, budget: int) -> list[str]:

@@ -123,14 +123,15 @@ def show(
     console.print(_memory(plans, advice, unit))
     console.print()
     if any(one.traffic for one in plans):
-        text = "Sent by each device in a step; an all-reduce counts twice, the wire sees (n-1)/n"
+        text = "Sent by each device in a step; an all-reduce counts twice; wire: (n-1)/n of GB"
         console.print(text, highlight=False)
         console.print(_traffic(plans, unit))
         console.print()
     if advice is None:
         return
     kept = f"{gb(advice.device.memory - advice.budget)} of {gb(advice.device.memory)}"
-    console.print(f"On {advice.device.name}, with {kept} kept for activations:", markup=False, highlight=False)
+    text = f"On {advice.device.name}, with {kept} kept for activations; what moves is that on the wire:"
+    console.print(text, markup=False, highlight=False)
     counts = [f"{number or 'none'} at stage {stage}" for stage, number in enumerate(advice.smallest)]
     for reason in (*advice.reasons, f"Smallest number of devices that fits: {', '.join(counts)}."):
         console.print(f"- {reason}", markup=False, highlight=False)
