@@ -21,12 +21,23 @@ from jzero.stage import STAGES, Placement, Stage, as_stage
 from jzero.traffic import Piece, Traffic, piece_of_count, pieces_of, traffic
 from jzero.zero import zero
 
-OPTIMIZERS: dict[str, tuple[int, optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, tuple[int | None, optax.GradientTransformation]] = {
     "adam": (2, optax.adam(1e-3)),
+    "adamw": (2, optax.adamw(1e-3)),
+    "lamb": (2, optax.lamb(1e-3)),
+    "lion": (1, optax.lion(1e-4)),
+    "adagrad": (1, optax.adagrad(1e-2)),
+    "rmsprop": (1, optax.rmsprop(1e-3)),
     "momentum": (1, optax.sgd(0.1, momentum=0.9)),
     "sgd": (0, optax.sgd(0.1)),
+    "adafactor": (None, optax.adafactor(1e-3)),
+    "muon": (None, optax.contrib.muon(1e-3)),
 }
-"""Optimizers by name: elements of state per param, and one of that kind. Rates change no byte."""
+"""Optimizers by optax's names, and "momentum", which is sgd with it: elements of state per param, None where that
+depends on shapes, and one of that kind. Rates change no byte."""
+
+BY_COUNT = tuple(name for name, (moments, _) in OPTIMIZERS.items() if moments is not None)
+"""Those whose state a count of params gives."""
 
 LAYERS = 32
 """Blocks that a model is taken to consist of, unless told."""
@@ -68,7 +79,8 @@ class Estimate:
         ledger: Params, master weights, moments and gradients.
         inside: Bytes that come on top inside of a step, without activations.
         papers: The ZeRO paper's total for this stage (`papers.zero_bytes`); None for a stage that it does not have.
-        megatron: Megatron-LM's, which has stage 0 and 1, for Adam (`papers.megatron_bytes`); else None.
+        megatron: Megatron-LM's, which has stage 0 and 1, for Adam and what else is named and has two moments
+            (`papers.megatron_bytes`); else None.
         traffic: What moves in one step.
     """
 
@@ -131,7 +143,8 @@ def estimate(
             count is taken to be cut by model axes everywhere, a tree by `rules`.
         stage: As for `zero`.
         precision: As for `zero`.
-        optimizer: "adam", "momentum", "sgd", or, with a tree, an optax optimizer.
+        optimizer: A name in `OPTIMIZERS`: "adam", "adamw", "lamb", "lion", "adagrad", "rmsprop", "momentum" or "sgd";
+            with a tree also "adafactor", "muon", or an optax optimizer.
         microbatches: m.
         layers: How many blocks the params consist of, for what a block takes where it is gathered or reduced.
         rules: As for `zero`.
@@ -143,8 +156,8 @@ def estimate(
 
     Raises:
         ValueError: A count that is no whole positive number; an axis without a positive size, or no axis "data"; an
-            unknown optimizer, stage or precision; an optax optimizer or rules for a count, which has no shapes;
-            `microbatches` or `layers` below 1; and what `zero` raises.
+            unknown optimizer, stage or precision; for a count, which has no shapes, rules or an optimizer whose state
+            depends on them; `microbatches` or `layers` below 1; and what `zero` raises.
         TypeError: As `zero`; an optimizer that is none.
 
     Example:
@@ -162,9 +175,11 @@ def estimate(
     data, replica = ({name: axes[name] for name in axes if name == kind} for kind in ("data", "replica"))
     if isinstance(params, Real):
         if moments is None or rules:
+            named = f"optimizer={optimizer!r}" if isinstance(optimizer, str) else "an optax optimizer"
+            what, way_out = ("rules", "") if rules else (named, f", or name one of {', '.join(BY_COUNT)}")
             raise ValueError(
-                f"estimate: params={params!r} is a count, which has no shapes for rules or an optax optimizer to work "
-                f"on. Name the optimizer ({', '.join(OPTIMIZERS)}), or pass the abstract params."
+                f"estimate: params={params!r} is a count, which has no shapes for {what} to work on. Pass the abstract "
+                f"params (--model){way_out}."
             )
         count = _count(params)
         shard = count / math.prod(size for name, size in axes.items() if name not in data | replica)

@@ -2,7 +2,8 @@
 
 The same rules as in `jzero.collectives`, without a program. What a program really holds may be less: a leaf whose value
 the backward pass does not need is not gathered again. Left out are single numbers (the loss, norms), what a loss casts
-by itself, and what model shards exchange, which are activations. `jzero.audit` compares the two, line by line.
+by itself, what an optimizer that computes over whole leaves (Muon) exchanges, and what model shards exchange, which are
+activations. `jzero.audit` compares the two, line by line.
 """
 
 import math

@@ -84,6 +84,7 @@ def test_a_model_of_ones_own(folder, capsys):
     options = ("--model", "mymodel:params", "--mesh", "data=4,model=2", "--stage", "0", "--precision", "fp32")
     ruled = estimated(capsys, *options, "--rules", "mymodel:RULES", "--optimizer", "mymodel:optimizer")
     assert ruled["stages"][0]["stored"]["total"] == 8 * (1 << 29) + 8 * 8 + 4, "lion has one moment"
+    assert ruled["stages"] == estimated(capsys, *options, "--rules", "mymodel:RULES", "--optimizer", "lion")["stages"]
     plain = estimated(capsys, *options, "--optimizer", "mymodel:sgd")
     assert plain["stages"][0]["stored"]["total"] == 4 * (1 << 30) + 4 * 8
 
@@ -110,7 +111,8 @@ def test_plot(folder, capsys):
         ("--params 1e9 --devices 8 --mesh data", "'data' is not a name and a positive size (or -1)"),
         ("--params 1e9 --devices 8 --mesh model=8", "has no axis 'data'"),
         ("--params 1e9 --devices 8 --device h300", "wanted one of a100-40, a100, h100, h200, b200, l40s"),
-        ("--params 1e9 --devices 8 --optimizer adamw", "wanted adam, momentum, sgd"),
+        ("--params 1e9 --devices 8 --optimizer adamm", "wanted adam, adamw, lamb, lion, "),
+        ("--params 1e9 --devices 8 --optimizer muon", "no shapes for optimizer='muon' to work on. Pass the abstract"),
         ("--params 1e9 --devices 8 --stage 4", "invalid choice: 4"),
         ("--params 1e9 --devices 8 --reserve 2", "reserve=2.0; a share of the memory"),
         ("--params 1e9 --devices 8 --plot nowhere/memory.png", "No such file or directory"),

@@ -173,6 +173,18 @@ def test_estimate_equals_live_bytes(precision, axes):
                 assert set(memory.live_bytes(tree).values()) == ({size} if size else set())
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_have_the_names_and_the_state_of_those_of_optax(name):
+    moments, tx = OPTIMIZERS[name]
+    assert name == "momentum" or hasattr(optax, name) or hasattr(optax.contrib, name)
+    params = {"w": jax.ShapeDtypeStruct((512, 256), "float32")}
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(tx.init, params))]
+    by_count = 512 + 256 if name == "adafactor" else 512 * 256 * (1 if moments is None else moments)
+    assert sum(size for size in sizes if size > 3) == by_count  # beside counts, and Muon's coefficients
+    plan = estimate(params, axes={"data": 8}, optimizer=name, precision="fp32")
+    assert plan.stored == memory.stored_bytes(jzero.zero(params, stage=3, mesh=abstract_mesh(data=8)), tx)
+
+
 def test_a_thousand_devices_need_none():
     params = {"w": jax.ShapeDtypeStruct((12288, 4 * 12288), "float32"), "b": jax.ShapeDtypeStruct((12288,), "float32")}
     plan = estimate(params, axes={"replica": 4, "data": 1024}, precision="fp32")
@@ -397,8 +409,13 @@ def test_errors():
         estimate(1e9, axes={"model": 8})
     with pytest.raises(ValueError, match="axis 'data' has size 0"):
         estimate(1e9, axes={"data": 0})
-    with pytest.raises(ValueError, match="wanted adam, momentum, sgd"):
-        estimate(1e9, axes={"data": 8}, optimizer="adamw")
+    with pytest.raises(ValueError, match=r"optimizer='AdaGrad2'; wanted adam, adamw, .*, muon, or an optax optimizer"):
+        estimate(1e9, axes={"data": 8}, optimizer="AdaGrad2")
+    for name in ("muon", "adafactor"):
+        with pytest.raises(ValueError, match=rf"no shapes for optimizer='{name}' to work.*name one of adam, .*sgd"):
+            estimate(1e9, axes={"data": 8}, optimizer=name)
+    with pytest.raises(ValueError, match=r"no shapes for rules to work on. Pass the abstract params \(--model\)\."):
+        estimate(1e9, axes={"data": 8, "model": 2}, rules=RULES)
     with pytest.raises(ValueError, match="is a count, which has no shapes"):
         estimate(1e9, axes={"data": 8}, optimizer=optax.adam(1e-3))
     with pytest.raises(ValueError, match="microbatches=0; wanted an int of 1 or more"):

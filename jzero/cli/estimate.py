@@ -17,7 +17,7 @@ from rich.table import Table
 from jzero.advice import RESERVE, Advice, advise, gb
 from jzero.cli.options import called, filled, mesh_axes, named, parsed, plot_file
 from jzero.devices import DEVICES
-from jzero.estimate import LAYERS, OPTIMIZERS, Entry, Estimate, estimate
+from jzero.estimate import BY_COUNT, LAYERS, OPTIMIZERS, Entry, Estimate, estimate
 from jzero.figures import plan_bars
 from jzero.precision import PRECISIONS
 
@@ -60,7 +60,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--mesh", type=parsed(mesh_axes), metavar="AXES", help=text)
     parser.add_argument("--stage", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="(default: all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="(default: bf16)")
-    text = f"{', '.join(OPTIMIZERS)}; with --model also a MODULE:NAME of an optax optimizer (default: adam)"
+    shaped = ", ".join(name for name in OPTIMIZERS if name not in BY_COUNT)
+    text = f"{', '.join(BY_COUNT)}; with --model also {shaped}, or a MODULE:NAME of an optax optimizer (default: adam)"
     parser.add_argument("--optimizer", default="adam", metavar="NAME", help=text)
     text = "a MODULE:NAME of the rules for model axes, as for jzero.zero; a count is cut everywhere"
     parser.add_argument("--rules", metavar="MODULE:NAME", help=text)
