@@ -117,7 +117,7 @@ def warn_shared(what: str, tree: Any) -> None:
 
 
 def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes: int = 1, placed: bool = True) -> None:
-    """Raises unless every leaf of `batch` can be cut along its first dim into batch shards and microbatches.
+    """Raises unless the leaves of `batch` have one first dim, which can be cut into batch shards and microbatches.
 
     Args:
         batch: A tree of arrays; each process's own part if `processes` is more than 1.
@@ -129,14 +129,23 @@ def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes:
     named, _ = tree_flatten_with_path(batch)
     if not named:
         raise ValueError("batch has no array leaf, so there is nothing to split over the mesh.")
-    parts = layout.batch_shards * microbatches
+    by_length: dict[int, list[str]] = {}
     for path, leaf in named:
-        shape = np.shape(leaf)
-        if not shape:
+        if not np.shape(leaf):
             raise ValueError(
                 f"batch{keystr(path)} is a scalar; every batch leaf needs a first dim that counts examples. "
                 f"Close over constants in loss_fn, or repeat the value for each example."
             )
+        by_length.setdefault(np.shape(leaf)[0], []).append(f"batch{keystr(path)}")
+    if len(by_length) > 1:
+        said = [f"{n} in {', '.join(names[:3])}{' and more' * (len(names) > 3)}" for n, names in by_length.items()]
+        raise ValueError(
+            f"batch has leaves with different numbers of examples, which the first dim counts: {'; '.join(said)}. Give "
+            f"each as many, and close over what does not belong to single examples in loss_fn."
+        )
+    parts = layout.batch_shards * microbatches
+    for path, leaf in named:
+        shape = np.shape(leaf)
         if (shape[0] * processes) % parts or not shape[0]:
             axes = " x ".join(f"{axis} {layout.mesh.shape[axis]}" for axis in layout.batch_axes)
             times = f" x {microbatches} microbatches" if microbatches > 1 else ""

@@ -83,8 +83,8 @@ def value_and_grad(
 
     Raises:
         ValueError: `microbatches` is no positive int; from the function returned, before any work: params that the
-            layout was not made for; a batch that does not divide; a loss that is no scalar; no `key` or `model_state`
-            where one is asked for.
+            layout was not made for; a batch that does not divide, or whose leaves differ in their first dim; a loss
+            that is no scalar; no `key` or `model_state` where one is asked for.
         TypeError: A loss that takes other arguments than it is given; a loss or an `aux` that is not floating, or no
             pair where one is asked for.
 

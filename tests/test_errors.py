@@ -148,10 +148,18 @@ WITH_BATCH = ["step", "lower", "value_and_grad", "value_and_grad in jit", "put_b
 @pytest.mark.parametrize("call", WITH_BATCH)
 def test_batch_that_does_not_divide_by_the_devices(call, state, layout, step):
     run = calls_with_batch(state, layout, step, 1)[call]
-    batch = make_batch() | {"y": np.ones((12, 3), np.float32)}
+    batch = {"y": np.ones((12, 3), np.float32)}
     message = refuses(lambda: run(batch), "batch['y']", "(12, 3)", "12 examples", "8 equal parts", "mesh axes data 8")
     assert "microbatches)" not in message.split("Use")[0]
     assert re.search(r"batch of (8|16) examples", message)
+
+
+@pytest.mark.parametrize("call", WITH_BATCH)
+def test_batch_leaves_with_different_numbers_of_examples(call, state, layout, step):
+    """The shorter one would be cut into as many parts, and the loss would meet them beside one another."""
+    run = calls_with_batch(state, layout, step, 1)[call]
+    batch = make_batch(16) | {"mask": np.ones((8, 3), np.float32), "y": np.ones(16)}
+    refuses(lambda: run(batch), "different numbers of examples", "8 in batch['mask']; 16 in batch['x'], batch['y']")
 
 
 @pytest.mark.parametrize("call", WITH_BATCH[:4])
