@@ -193,6 +193,13 @@ PRECISIONS: dict[str, Precision] = {
 }
 """What short names stand for."""
 
+MEANT = {
+    "fp32": ("float32", "f32", "32", "single", "full"),
+    "bf16": ("bfloat16", "bf16-mixed", "mixed_bfloat16", "mixed", "amp"),
+    "fp16": ("float16", "f16", "16", "half", "16-mixed", "mixed_float16"),
+}
+"""What others, and dtypes, call them."""
+
 
 def as_precision(precision: str | Precision | None) -> Precision:
     """The `Precision` that a short name stands for; None is as the model has it, and a `Precision` stays."""
@@ -202,4 +209,8 @@ def as_precision(precision: str | Precision | None) -> Precision:
         return precision
     if isinstance(precision, str) and precision in PRECISIONS:
         return PRECISIONS[precision]
-    raise ValueError(f"precision={precision!r}; wanted one of {', '.join(PRECISIONS)}, or a jzero.Precision.")
+    said = str(getattr(precision, "__name__", precision)).lower()  # a scalar type is called as its dtype
+    meant = next((name for name in PRECISIONS if said in (name, *MEANT.get(name, ()))), None)
+    hint = "" if meant is None else f" Did you mean {meant!r}?"
+    hint += " 'bf16' as well computes in 16 bits, and needs no loss scale." if meant == "fp16" else ""
+    raise ValueError(f"precision={precision!r}; wanted one of {', '.join(PRECISIONS)}, or a jzero.Precision.{hint}")

@@ -43,6 +43,25 @@ def test_an_unknown_name(name):
     refuses(lambda: jzero.memory.formula(3, params=8, shards=1, precision=name), f"precision={name!r}")
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("bfloat16", "bf16"),
+        (jnp.bfloat16, "bf16"),
+        (jnp.dtype("bfloat16"), "bf16"),
+        ("BF16", "bf16"),
+        ("mixed", "bf16"),
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        (np.float32, "fp32"),
+    ],
+)
+def test_a_name_that_others_have_is_told_the_name_here(said, meant):
+    message = refuses(lambda: make_layout(precision=said), "wanted one of fp32, bf16", f"Did you mean {meant!r}?")
+    assert ("'bf16' as well computes in 16 bits, and needs no loss scale" in message) == (meant == "fp16")
+    assert "Did you mean" not in refuses(lambda: make_layout(precision="fp8"), "precision='fp8'")
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_float64_wants_x64(field):
     options: dict[str, Any] = {"master": None, "compute": None, field: "float64"}
