@@ -20,6 +20,8 @@ from jzero.step import TrainStep, train_step
 from jzero.update import apply_gradients
 from jzero.zero import zero
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 __all__ = [
     "STAGES",
     "Audit",

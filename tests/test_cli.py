@@ -3,9 +3,13 @@
 import json
 import runpy
 import sys
+import tomllib
+from pathlib import Path
 
+import jax
 import pytest
 
+import jzero
 from jzero.cli import main
 from jzero.cli.options import filled, mesh_axes
 
@@ -144,6 +148,14 @@ def test_mesh_and_devices():
     assert filled({"data": 4, "model": 2}, None) == {"data": 4, "model": 2}
     with pytest.raises(ValueError, match="only one axis can be -1"):
         filled({"data": -1, "model": -1}, 64)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jzero {jzero.__version__}, jax {jax.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"], "one place has it"
+    assert project["tool"]["hatch"]["version"]["path"] == "jzero/__init__.py"
 
 
 def test_help_and_module(monkeypatch, capsys):

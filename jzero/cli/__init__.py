@@ -4,6 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import jax
+
+from jzero import __version__
 from jzero.cli import bandwidth, estimate, export, import_, inspect, preflight, reshard, verify
 
 COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard, export, import_)
@@ -15,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line, 3 memory or disk are too small.
     """
     parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX: look before and after you train.")
+    parser.add_argument("--version", action="version", version=f"jzero {__version__}, jax {jax.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(subparsers)
