@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from experiments.schedule import cli
-from experiments.schedule.config import Config, parse_mesh, parse_option
+from experiments.schedule.config import Config, parse_option
 from jzero import targets
 from jzero.events import Piece, Window
 from jzero.schedule import Share, shares, windows
@@ -453,12 +453,8 @@ def test_device_memory_is_checked():
 
 
 def test_options():
-    assert parse_mesh("replica=2, data=-1") == (("replica", 2), ("data", -1))
     assert parse_option("a=true") == ("a", True)
     assert parse_option("a=b=12") == ("a", "b=12")
-    for text, message in [("data", "'data' is not a name"), ("data=x", "not a name"), ("data=1,data=2", "named twice")]:
-        with pytest.raises(ValueError, match=message):
-            parse_mesh(text)
     with pytest.raises(ValueError, match="'foo' is no option; wanted NAME=VALUE"):
         parse_option("foo")
     with pytest.raises(ValueError, match="--layers 0: wanted 1 or more"):

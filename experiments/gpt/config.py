@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jzero
+from jzero.cli.options import mesh_axes
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
 
@@ -147,27 +148,19 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
         Pairs of axis name and size, in order.
 
     Raises:
-        ValueError: No pairs of name and size, an axis that this run knows nothing to do with, or no data axis.
+        ValueError: As `mesh_axes`; an axis that this run knows nothing to do with, or no data axis.
 
     Example:
         >>> parse_mesh("replica=2,data=-1")
         (('replica', 2), ('data', -1))
     """
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = (word.strip() for word in part.partition("="))
-        if not equals or not size.removeprefix("-").isdecimal():
-            raise ValueError(f"{part!r} is not a name and a size; wanted for example replica=2,data=4.")
+    axes = mesh_axes(text)
+    for name in axes:
         if name not in ("replica", "data", "model"):
             raise ValueError(
                 f"no axis {name!r} here; wanted 'data' (params, gradients and optimizer state are cut "
                 f"over it) and perhaps 'replica' (they are repeated over it) or 'model' (tensor parallelism)."
             )
-        if name in axes:
-            raise ValueError(f"axis {name!r} is named twice in {text!r}.")
-        axes[name] = int(size)
-        if axes[name] < 1 and axes[name] != -1:
-            raise ValueError(f"axis {name!r} has size {size}; wanted 1 or more, or -1 for what is left.")
     if "data" not in axes:
         raise ValueError(f"no data axis in {text!r}; wanted for example {text},data=-1.")
     return tuple(axes.items())

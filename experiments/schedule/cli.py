@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
+from experiments.gpt.config import parse_mesh
 from experiments.schedule import report
-from experiments.schedule.config import Config, parse_mesh, parse_option
+from experiments.schedule.config import Config, parse_option
 from experiments.schedule.models import MODELS
 from experiments.schedule.program import compile_program
 from jzero.cli.options import parsed

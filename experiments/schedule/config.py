@@ -61,21 +61,6 @@ class Config:
             raise ValueError(f"--device-memory {self.device_memory}: wanted a positive number of GiB.")
 
 
-def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """Reads "replica=2,data=-1"."""
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
-        if not name.isidentifier() or not size.removeprefix("-").isdecimal():
-            raise ValueError(f"{part!r} is not a name and a size; wanted for example replica=2,data=8.")
-        if name not in ("replica", "data", "model"):
-            raise ValueError(f"no axis {name!r} here; wanted data, perhaps replica and model.")
-        if name in axes:
-            raise ValueError(f"axis {name!r} is named twice in {text!r}.")
-        axes[name] = int(size)
-    return tuple(axes.items())
-
-
 def parse_option(text: str) -> tuple[str, bool | str]:
     """Reads "xla_gpu_all_gather_combine_threshold_bytes=1"; true and false are bools, XLA reads the rest."""
     name, equals, value = text.partition("=")
