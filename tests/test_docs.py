@@ -103,3 +103,11 @@ def test_no_example_uses_a_name_that_is_not_there():
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=concise", "-"]
     done = subprocess.run(ruff, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_contributing_names_every_module():
+    """But for those of commands, and for the many formats of `exchange/`."""
+    said = set(re.findall(r"`(?:jzero/)?(\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    there = {path for path in (ROOT / "jzero").rglob("*.py") if not path.name.startswith("__")}
+    assert said <= {path.name for path in there}
+    assert {path.name for path in there if path.parent.name not in ("cli", "exchange")} <= said
