@@ -35,12 +35,14 @@ from jzero.checkpoint.blocks import budget, regions, shape_of_blocks
 from jzero.checkpoint.compare import compare
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.inspection import inspect
+from jzero.checkpoint.joints import Merge, Split
+from jzero.checkpoint.layers import Stack, Unstack
 from jzero.checkpoint.manifest import _digest
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.origin import Origin, find, left_behind
 from jzero.checkpoint.patterns import Pattern
 from jzero.checkpoint.recipe import same
-from jzero.checkpoint.rename import Cast, Merge, Rename, Split, Stack, Unstack
+from jzero.checkpoint.rename import Cast, Rename, applied
 from jzero.checkpoint.reshard import MEMORY, reshard
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.verify import verify
@@ -487,6 +489,12 @@ def test_what_cannot_be_is_told_at_once_and_nothing_is_written(tmp_path):
     refused(r"no data axis", ValueError, mesh={"model": 2})
     refused(r"needs --max-memory \d+MB; 10MB are allowed", LimitExceeded, memory=10**7)
     refused("chunks of 0 bytes", ValueError, chunk=0)
+
+
+def test_a_layer_that_is_there_twice_is_told():
+    leaves = [same(Entry(("h", n), n, (2,), "float32", "float32", (2,), (2,))) for n in ("0", "1", "01")]
+    with pytest.raises(CheckpointMismatch, match="h/01: --stack h/#=h finds part 1 of h twice"):
+        applied("it", [Stack.parse("h/#=h")], leaves)
 
 
 def test_a_target_that_is_in_the_way_stays(tmp_path):

@@ -6,8 +6,10 @@ import time
 from typing import Any
 
 from jzero.checkpoint.chunks import LARGEST
+from jzero.checkpoint.joints import Merge, Split
+from jzero.checkpoint.layers import Stack, Unstack
 from jzero.checkpoint.patterns import Pattern
-from jzero.checkpoint.rename import Cast, Merge, Rename, Split, Stack, Unstack
+from jzero.checkpoint.rename import Cast, Rename
 from jzero.checkpoint.reshard import reshard
 from jzero.cli.checkpoints import add_memory, command, exits, mesh_and_stage, safe, shown_progress, size
 from jzero.cli.options import nbytes, parsed
