@@ -120,6 +120,16 @@ def test_reshard(run, tmp_path, capsys):
     assert code == 0 and found["leaves"] == 1 and found["bytes"] == 4 and found["left_out"] == []
 
 
+def test_a_leaf_with_the_signs_of_rules_in_its_name(tmp_path, capsys):
+    write_arrays(tmp_path / "c", {("params", "a=b,c@1"): np.ones((2, 2), np.float32)})
+    rename = ["--rename", r"params/a\=b\,c\@1=params/x\:2", "--cast", r"params/x\:2=bfloat16"]
+    assert called(capsys, "reshard", tmp_path / "c", tmp_path / "made", *rename)[0] == 0
+    assert [(leaf.path, leaf.dtype) for leaf in Manifest.read(tmp_path / "made").leaves] == [
+        (("params", "x:2"), "bfloat16")
+    ]
+    assert r"params/a\=b=params/c" in called(capsys, "reshard", "--help")[1]
+
+
 def test_rules_are_applied_in_their_order(run, tmp_path, capsys):
     command = [
         "reshard",
@@ -156,6 +166,13 @@ def test_rules_are_applied_in_their_order(run, tmp_path, capsys):
         (["reshard", "run", "made", "--unstack", "params/h/#=params/x"], "on the right"),
         (["reshard", "run", "made", "--rename", "params/*=params"], "to know what they stand for"),
         (["reshard", "run", "made", "--rename", "params"], "wanted LEFT=RIGHT"),
+        (["reshard", "run", "made", "--rename", "a=b=c"], r"(in names a backslash goes before these: \= \@ \, \:)"),
+        (["reshard", "run", "made", "--rename", "a=b:3"], "in names a backslash"),
+        (["reshard", "run", "made", "--stack", "a@1/#=b"], "in names a backslash"),
+        (["reshard", "run", "made", "--split", "a=b:c,d:3"], "in names a backslash"),
+        (["reshard", "run", "made", "--merge", "a,b=c,d"], "in names a backslash"),
+        (["reshard", "run", "made", "--cast", "a=b=bfloat16"], "in names a backslash"),
+        (["reshard", "run", "made", "--drop", r"a\b"], r"a backslash stands before one of \/*#=@,: only"),
         (["reshard", "run", "made", "--split", "params/odd=params/a:3,params/b"], "all sizes or none"),
         (
             ["reshard", "run", "made", "--split", "params/odd=params/a:3,params/b:3"],

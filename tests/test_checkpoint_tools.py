@@ -400,6 +400,39 @@ def test_leaves_are_split_merged_cast_and_dropped(tmp_path):
     assert bits(found) == bits(wanted)
 
 
+ODD = ("a=b", "a@1", "k,v", "x:3", "back\\slash", "st*r", "#1", "sl/ash")
+QUOTED = [r"a\=b", r"a\@1", r"k\,v", r"x\:3", r"back\\slash", r"st\*r", r"\#1", r"sl\/ash"]
+
+
+@pytest.mark.parametrize(("name", "quoted"), list(zip(ODD, QUOTED, strict=True)))
+def test_names_with_what_rules_are_written_with(name, quoted):
+    """A backslash lets it stand for itself on either side of each rule."""
+
+    def leaf(*path, dtype="float32"):
+        return same(Entry(path, ".".join(folders([path])[0]), (4, 4), dtype, dtype, (4, 4), (4, 4)))
+
+    def made(rule, *leaves):
+        return [(one.path, one.shape, one.dtype) for one in applied("it", [rule], leaves)]
+
+    one, rest = (4, 4), "float32"
+    assert made(Rename.parse(f"p/{quoted}=q/{quoted}s"), leaf("p", name)) == [(("q", name + "s"), one, rest)]
+    assert made(Rename.parse(f"*/{quoted}=*/w"), leaf("p", name), leaf("p", "other")) == [
+        (("p", "w"), one, rest),
+        (("p", "other"), one, rest),
+    ]
+    assert made(Cast.parse(f"{quoted}=bfloat16"), leaf(name)) == [((name,), one, "bfloat16")]
+    assert made(Stack.parse(f"{quoted}/#={quoted}@1"), leaf(name, "0"), leaf(name, "1")) == [((name,), (4, 2, 4), rest)]
+    assert made(Unstack.parse(f"{quoted}=n/#/{quoted}"), leaf(name))[3] == (("n", "3", name), (4,), rest)
+    assert made(Split.parse(f"{quoted}={quoted}1:1,{quoted}2:3@0"), leaf(name)) == [
+        ((name + "1",), (1, 4), rest),
+        ((name + "2",), (3, 4), rest),
+    ]
+    assert made(Merge.parse(f"{quoted},other={quoted}s@-2"), leaf(name), leaf("other")) == [
+        ((name + "s",), (8, 4), rest)
+    ]
+    assert Pattern(quoted).match((name, "below")) and not Pattern(quoted).match(("other",))
+
+
 def test_rules_follow_rules(tmp_path):
     """Parts of parts: merged leaves are unstacked and split where none of them begins."""
     rng = np.random.default_rng(0)

@@ -1,6 +1,5 @@
 """Rules that cut leaves along a dim, and join them."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,13 +29,12 @@ class Split:
         wanted = (
             "LEFT=RIGHT,RIGHT,...[@DIM] with all sizes or none, such as **/qkv=**/q,**/k,**/v or **/kv=**/k:64,**/v:128"
         )
-        plain, sizes = re.subn(r":\d+(?=,|@|$)", "", text)[0], tuple(map(int, re.findall(r":(\d+)(?=,|@|$)", text)))
-        found = sides(plain, wanted)
-        if len(found.lefts) != 1 or len(found.rights) < 2 or len(sizes) not in (0, len(found.rights)):
+        found = sides(text, wanted)
+        if len(found.lefts) != 1 or len(found.rights) < 2 or len(found.sizes) not in (0, len(found.rights)):
             raise unfit(text, wanted)
         for right in found.rights:
             check_wildcards(text, found.lefts[0], right)
-        return cls(text, found.lefts[0], found.rights, sizes, -1 if found.dim is None else found.dim)
+        return cls(text, found.lefts[0], found.rights, found.sizes, -1 if found.dim is None else found.dim)
 
     def apply(self, leaves: Sequence[Made], problems: list[str]) -> list[Made]:
         """The leaves, each that the rule names in its parts."""
@@ -72,7 +70,7 @@ class Merge:
         """Reads `LEFT,LEFT,...=RIGHT[@DIM]`."""
         wanted = "LEFT,LEFT,...=RIGHT[@DIM], such as **/q,**/k,**/v=**/qkv"
         found = sides(text, wanted)
-        if len(found.lefts) < 2 or len(found.rights) != 1:
+        if len(found.lefts) < 2 or len(found.rights) != 1 or found.sizes:
             raise unfit(text, wanted)
         for left in found.lefts:
             check_wildcards(text, left, found.rights[0])

@@ -1,9 +1,12 @@
-"""How rules are written: `LEFT=RIGHT`, patterns of names joined by commas, perhaps with a dim behind an "@"."""
+"""How rules are written: `LEFT=RIGHT`, patterns of names joined by commas, perhaps with a dim behind an "@".
+
+A backslash before any of these lets it stand for itself, as in `Pattern`.
+"""
 
 import re
 from dataclasses import dataclass
 
-from jzero.checkpoint.patterns import Pattern
+from jzero.checkpoint.patterns import Pattern, separated
 
 
 @dataclass(frozen=True)
@@ -13,16 +16,18 @@ class Sides:
     Attributes:
         lefts: The patterns before the "=".
         rights: Those behind it.
+        sizes: The numbers behind a ":" of these; none if there are none.
         dim: The dim; None if none is named.
     """
 
     lefts: tuple[Pattern, ...]
     rights: tuple[Pattern, ...]
+    sizes: tuple[int, ...]
     dim: int | None
 
 
 def sides(text: str, wanted: str) -> Sides:
-    """Reads `LEFT,...=RIGHT,...[@DIM]`.
+    """Reads `LEFT,...=RIGHT[:SIZE],...[@DIM]`.
 
     Args:
         text: The rule.
@@ -31,11 +36,22 @@ def sides(text: str, wanted: str) -> Sides:
     Raises:
         ValueError: Another form.
     """
-    match = re.fullmatch(r"([^=@]+)=([^=@]+)(?:@(-?\d+))?", text)
-    if match is None:
+    left, *right = separated(text, "=")
+    right, *dim = separated("=".join(right), "@")
+    if not left or not right or len(separated(left, "@")) > 1 or len(separated(right, "=")) > 1:
         raise unfit(text, wanted)
-    left, right = (tuple(Pattern(one.strip()) for one in side.split(",")) for side in match.groups()[:2])
-    return Sides(left, right, None if match[3] is None else int(match[3]))
+    pairs = [separated(one.strip(), ":") for one in separated(right, ",")]
+    sizes = [size for _, *rest in pairs for size in rest]
+    if len(dim) > 1 or not all(re.fullmatch(r"-?\d+", one) for one in dim):
+        raise unfit(text, wanted)
+    if not all(len(one) <= 2 for one in pairs) or not all(re.fullmatch(r"\d+", size) for size in sizes):
+        raise unfit(text, wanted)
+    return Sides(
+        tuple(Pattern(one.strip()) for one in separated(left, ",")),
+        tuple(Pattern(name) for name, *_ in pairs),
+        tuple(map(int, sizes)),
+        int(dim[0]) if dim else None,
+    )
 
 
 def pair(text: str, wanted: str) -> tuple[Pattern, Pattern, int | None]:
@@ -45,7 +61,7 @@ def pair(text: str, wanted: str) -> tuple[Pattern, Pattern, int | None]:
         ValueError: Another form.
     """
     found = sides(text, wanted)
-    if len(found.lefts) + len(found.rights) != 2:
+    if len(found.lefts) + len(found.rights) != 2 or found.sizes:
         raise unfit(text, wanted)
     return found.lefts[0], found.rights[0], found.dim
 
@@ -66,4 +82,4 @@ def check_wildcards(text: str, left: Pattern, right: Pattern, kinds: tuple[str, 
 
 def unfit(text: str, wanted: str) -> ValueError:
     """The error of a rule that has another form than is wanted."""
-    return ValueError(f"{text!r}; wanted {wanted}")
+    return ValueError(rf"{text}; wanted {wanted} (in names a backslash goes before these: \= \@ \, \:)")

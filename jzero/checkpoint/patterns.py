@@ -9,21 +9,25 @@ from jzero.checkpoint.names import Path
 
 WILDCARDS = ("**", "*", "#")
 
+SPECIAL = r"\/*#=@,:"
+"""Characters that mean something in patterns and rules; behind a backslash they stand for themselves."""
+
 Found = dict[str, list]
 """What the wildcards of a pattern stood for, by kind and in order: keys for "**", text for "*" and "#"."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern such as "params/blocks/*/kernel"; it stands for a leaf, or for all that is below a level of the tree.
+    r"""A pattern such as "params/blocks/*/kernel"; it stands for a leaf, or for all that is below a level of the tree.
 
-    `**` stands for any number of levels, `*` for any text within one level, `#` for a number.
+    `**` stands for any number of levels, `*` for any text within one level, `#` for a number. A backslash before one of
+    these, before a "/" or another backslash lets it stand for itself; so it does before what means something in rules.
 
     Attributes:
         text: The pattern.
 
     Raises:
-        ValueError: It is empty, or has an empty level.
+        ValueError: It is empty, has an empty level, or a backslash before anything else.
 
     Example:
         >>> Pattern("params/**/kernel").match(("params", "blocks", "0", "kernel"))
@@ -32,36 +36,49 @@ class Pattern:
         [('0', 'mu', 'w')]
         >>> Pattern("params/*/b").match(("params", "w")) is None
         True
+        >>> Pattern(r"params/a\=\*").match(("params", "a=*"))["below"]
+        [()]
     """
 
     text: str
 
     def __post_init__(self):
-        if not all(self.text.split("/")):
+        if not all(separated(self.text, "/")):
             raise ValueError(f"pattern {self.text!r} has an empty level; wanted for example params/blocks/**")
+        for token in _tokens(self.text):
+            if token[0] == "\\" and token[1:] not in tuple(SPECIAL):
+                raise ValueError(
+                    f"pattern {self.text}: a backslash stands before one of {SPECIAL} only, which then stands for "
+                    f"itself; a backslash in a name is written as two"
+                )
 
     @cached_property
-    def _levels(self) -> list[re.Pattern[str] | None]:
+    def _levels(self) -> list[list[str]]:
+        """The pieces of each level: wildcards, and text between them with its backslashes."""
+        return [_pieces(level) for level in separated(self.text, "/")]
+
+    @cached_property
+    def _expressions(self) -> list[re.Pattern[str] | None]:
         """What each level must be; None where it may be any number of them."""
-        pieces = {"*": "(.*)", "#": "([0-9]+)"}
+        kinds = {"*": "(.*)", "#": "([0-9]+)"}
         return [
             None
-            if level == "**"
-            else re.compile("".join(pieces.get(piece, re.escape(piece)) for piece in _pieces(level)), re.DOTALL)
-            for level in self.text.split("/")
+            if pieces == ["**"]
+            else re.compile("".join(kinds.get(piece) or re.escape(_plain(piece)) for piece in pieces), re.DOTALL)
+            for pieces in self._levels
         ]
 
     def count(self, wildcard: str) -> int:
         """How often it has a wildcard."""
-        return sum(_pieces(level).count(wildcard) for level in self.text.split("/"))
+        return sum(pieces.count(wildcard) for pieces in self._levels)
 
     def match(self, path: Path) -> Found | None:
         """What its wildcards stand for in a path, and what is "below" the level that it names; None: no match."""
-        found = _match(self._levels, path)
+        found = _match(self._expressions, path)
         if found is None:
             return None
         *wild, (_, below) = found
-        kinds = [piece for level in self.text.split("/") for piece in _pieces(level) if piece in WILDCARDS]
+        kinds = [piece for pieces in self._levels for piece in pieces if piece in WILDCARDS]
         by_kind: Found = {kind: [] for kind in WILDCARDS}
         for kind, value in zip(kinds, [value for _, value in wild], strict=True):
             by_kind[kind].append(value)
@@ -71,11 +88,11 @@ class Pattern:
         """The path that it is with these in the place of its wildcards, the first "*" for the first one, and so on."""
         left = {kind: iter(values) for kind, values in found.items()}
         path: list[str] = []
-        for level in self.text.split("/"):
-            if level == "**":
+        for pieces in self._levels:
+            if pieces == ["**"]:
                 path += next(left["**"])
             else:
-                path.append("".join(next(left[piece]) if piece in ("*", "#") else piece for piece in _pieces(level)))
+                path.append("".join(next(left[piece]) if piece in WILDCARDS else _plain(piece) for piece in pieces))
         return (*path, *next(left["below"]))
 
 
@@ -84,8 +101,34 @@ def any_match(patterns: Sequence[Pattern], path: Path) -> bool:
     return any(pattern.match(path) is not None for pattern in patterns)
 
 
+def separated(text: str, by: str) -> list[str]:
+    r"""A text between the places where a character is without a backslash before it. Backslashes stay.
+
+    Example:
+        >>> separated(r"a\,b,c", ",")
+        ['a\\,b', 'c']
+    """
+    parts = [""]
+    for token in _tokens(text):
+        if token == by:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return parts
+
+
+def _tokens(text: str) -> list[str]:
+    """Its characters, each with the backslash before it."""
+    return re.findall(r"\\.|.", text, re.DOTALL)
+
+
 def _pieces(level: str) -> list[str]:
-    return [level] if level == "**" else re.findall(r"[*#]|[^*#]+", level)
+    return [level] if level == "**" else re.findall(r"[*#]|(?:\\.|[^*#\\])+", level, re.DOTALL)
+
+
+def _plain(piece: str) -> str:
+    """Text without the backslashes before its characters."""
+    return re.sub(r"\\(.)", r"\1", piece, flags=re.DOTALL)
 
 
 def _match(levels, path) -> list[tuple[str, object]] | None:

@@ -32,8 +32,9 @@ examples:
   jzero reshard SRC DST --merge '**/q,**/k,**/v=**/qkv@0'                    along dim 0 instead of the last
 
 A pattern names a leaf, or all below a level: 'params/blocks'. ** stands for any number of levels, * for any text in one
-level, # for a number; on the right of a rule they stand for what they found on the left. Rules are applied in the order
-given, casts last. `jzero inspect` lists names."""
+level, # for a number; on the right of a rule they stand for what they found on the left. In a name, a backslash goes
+before these and before = @ , : / and itself, as in 'params/a\\=b=params/c'. Rules are applied in the order given, casts
+last. `jzero inspect` lists names."""
 
 
 def add(subparsers: Any) -> None:
