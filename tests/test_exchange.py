@@ -24,6 +24,7 @@ from jzero.checkpoint import (
     CheckpointMismatch,
     CorruptCheckpoint,
     LimitExceeded,
+    Manifest,
     Rules,
     encoding,
     export_safetensors,
@@ -31,6 +32,7 @@ from jzero.checkpoint import (
     load_safetensors,
 )
 from jzero.checkpoint.exchange import slices
+from jzero.checkpoint.exchange.dims import Dims, Turn
 from jzero.checkpoint.exchange.export import shape_of_blocks
 from jzero.checkpoint.exchange.files import find
 from jzero.checkpoint.exchange.format import CODES, CorruptTensors, read_header
@@ -220,7 +222,7 @@ stacked = ["layer", "expert"]
 skip = ["step/{n}", "*/unused"]
 ignore = ["more.*.{n}"]
 [leaves]
-"conv/kernel" = { tensor = "conv.weight", transpose = [2, 3, 1, 0] }
+"conv/kernel" = { tensor = "conv.weight", dims = "o i h w -> h w i o" }
 "experts/{expert}/{layer}/w" = { tensor = "l{layer}.e{expert}.w", transpose = true }
 "head/{n}/b" = "head_{n}.bias"
 """
@@ -250,6 +252,169 @@ def test_a_map_of_ones_own(tmp_path):
     assert found.keys() == set(list(leaves)[:3]) and all(same(found[path], leaves[path]) for path in found)
 
 
+def reference(tensor, sizes, order, groups):
+    """A leaf by numpy alone: the tensor in factors, these in another order, and then joined."""
+    joined, at = [], 0
+    for group in groups:
+        joined.append(int(np.prod([sizes[factor] for factor in order[at : at + group]])))
+        at += group
+    return tensor.reshape(sizes).transpose(order).reshape(joined)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_slice_of_a_leaf_is_found_in_the_tensor(seed):
+    random = np.random.default_rng(seed)
+    count = int(random.integers(0, 6))
+    names, sizes = list("abcdef"[:count]), random.integers(1, 5, count).tolist()
+
+    def groups():
+        found = []
+        while sum(found) < count:
+            found.append(int(random.integers(1, count - sum(found) + 1)))
+        return found
+
+    def written(names, groups):
+        ends = np.cumsum(groups)
+        return " ".join(f"({' '.join(names[end - n : end])})" for n, end in zip(groups, ends, strict=True))
+
+    order, mine, theirs = random.permutation(count).tolist(), groups(), groups()
+    text = f"{written(names, mine)} -> {written([names[i] for i in order], theirs)}"
+    tensor = np.arange(np.prod(sizes), dtype=np.int32)
+    tensor = reference(tensor, sizes, list(range(count)), mine)
+    leaf = reference(tensor, sizes, order, theirs)
+    lengths = dict(zip(names, sizes, strict=True))
+    if count:
+        turn = Dims.parse(text, lengths).turn(tensor.shape, "tensor")
+        assert turn == Dims.parse(text, lengths).turn(leaf.shape, "leaf")
+    else:
+        turn = Turn.of_order((), ())
+    assert (turn.tensor_shape, turn.leaf_shape) == (tensor.shape, leaf.shape)
+    for _ in range(10):
+        region = tuple(tuple(sorted(random.integers(0, size + 1, 2).tolist())) for size in leaf.shape)
+        wanted = leaf[tuple(slice(*ends) for ends in region)]
+        found, back, read = np.full(wanted.shape, -1, np.int32), np.full(tensor.shape, -1, np.int32), 0
+        pieces = list(turn.pieces(region))
+        for piece in pieces:
+            index = (*(slice(*ends) for ends in piece.region), ...)
+            box, place = tensor[index], piece.of(found)
+            place[...] = box.reshape(place.shape)
+            back[index] = piece.of(wanted).reshape(box.shape)
+            read += box.size
+            if len(pieces) == 1:
+                assert np.array_equal(piece.alone(box), wanted)
+        assert np.array_equal(found, wanted) and read == wanted.size
+        assert sorted(back[back >= 0].tolist()) == sorted(wanted.reshape(-1).tolist())
+        assert np.array_equal(back[back >= 0], tensor[back >= 0])
+
+
+FACTORS = """
+stacked = ["layer"]
+[sizes]
+head = 4
+three = 3
+[leaves]
+"layers/{layer}/query/kernel" = { tensor = "h.{layer}.q.weight", dims = "(head k) d -> d head k" }
+"layers/{layer}/out/kernel" = { tensor = "h.{layer}.o.weight", dims = "d (head k) -> head k d" }
+"qkv/kernel" = { tensor = "qkv.weight", dims = "(head three k) d -> d (three head k)" }
+"qkv/bias" = { tensor = "qkv.bias", dims = "(head three k) -> (three head k)" }
+"""
+
+
+@pytest.fixture
+def factors(tmp_path):
+    """A map, leaves of attention as flax has them, and tensors as PyTorch and Megatron-LM have them."""
+    (tmp_path / "map.toml").write_text(FACTORS)
+    query, out = bits_of(np.float32, 2, 10, 4, 6), bits_of(np.float32, 2, 4, 6, 10)
+    kernel, bias = bits_of(np.float32, 10, 72), bits_of(np.float32, 72)
+    leaves = {
+        ("layers", "query", "kernel"): query,
+        ("layers", "out", "kernel"): out,
+        ("qkv", "kernel"): kernel,
+        ("qkv", "bias"): bias,
+    }
+    # [q; k; v] of all heads on the one side; q, k and v of one head after another on the other.
+    tensors: dict[str, np.ndarray] = {"qkv.weight": kernel.reshape(10, 3, 4, 6).transpose(2, 1, 3, 0).reshape(72, 10)}
+    tensors["qkv.bias"] = bias.reshape(3, 4, 6).transpose(1, 0, 2).reshape(72)
+    for layer in range(2):
+        tensors[f"h.{layer}.q.weight"] = query[layer].reshape(10, 24).T.copy()
+        tensors[f"h.{layer}.o.weight"] = out[layer].reshape(24, 10).T.copy()
+    return tmp_path / "map.toml", leaves, tensors
+
+
+@pytest.mark.parametrize("largest", [50, 300, 10**6])
+def test_dims_are_cut_and_joined_there_and_back(factors, tmp_path, largest, monkeypatch):
+    rules, leaves, tensors = factors
+    monkeypatch.setattr("jzero.checkpoint.exchange.export.ENOUGH", 4 * largest)
+    monkeypatch.setattr("jzero.checkpoint.exchange.bring.LARGEST", largest)
+    done = export_safetensors(saved(tmp_path / "1", leaves, largest), tmp_path / "hf", map=rules, memory=250 * 10**6)
+    assert done.tensors == len(tensors)
+    with safe_open(tmp_path / "hf/model.safetensors", "np") as file:
+        assert all(same(file.get_tensor(name), tensors[name]) for name in tensors)
+    import_params(tmp_path / "hf", tmp_path / "2", map=rules)
+    found = held(tmp_path / "2")
+    assert found.keys() == leaves.keys() and all(same(found[path], leaves[path]) for path in leaves)
+    chunks = {leaf.chunk_count for leaf in Manifest.read(tmp_path / "2").leaves}
+    assert (chunks == {1}) == (largest == 10**6)
+
+
+def test_devices_read_what_they_hold_of_dims_that_are_cut(factors, tmp_path, monkeypatch):
+    rules, leaves, tensors = factors
+    save_file(tensors, tmp_path / "x.safetensors")
+    mesh = jzero.make_mesh(data=2, model=4)
+    shardings = {
+        "layers": {
+            "query": {"kernel": jax.NamedSharding(mesh, jax.P(None, "data", "model"))},
+            "out": {"kernel": jax.NamedSharding(mesh, jax.P(None, "model", None, "data"))},
+        },
+        "qkv": {
+            "kernel": jax.NamedSharding(mesh, jax.P("data", "model")),
+            "bias": jax.NamedSharding(mesh, jax.P("model")),
+        },
+    }
+    read, real = [], slices.Files.read
+    monkeypatch.setattr(slices, "SHORT", 0)
+    monkeypatch.setattr(slices.Files, "read", lambda *arguments: read.append(len(arguments[3])) or real(*arguments))
+    found = load_safetensors(tmp_path / "x.safetensors", shardings, map=rules)
+    for path, array in leaves.items():
+        x = found
+        for key in path:
+            x = x[key]
+        assert same(np.asarray(x), array)
+        assert x.addressable_shards[0].data.nbytes == array.nbytes // (4 if path[-1] == "bias" else 8)
+    assert sum(read) == sum(array.nbytes for array in leaves.values())  # each element once, though on several devices
+    read.clear()
+    with Source(tmp_path / "x.safetensors", Rules.read(rules)) as source:
+        [link] = [link for link in source.links if link.path[1:] == ("qkv", "kernel")]
+        part = source.slice(link, ((2, 7), (20, 31)))  # across q and k, from inside of one head to inside of another
+    assert same(part, leaves["qkv", "kernel"][2:7, 20:31].copy()) and sum(read) == part.nbytes
+
+
+def test_dims_that_do_not_fit_are_refused(factors, tmp_path):
+    rules, leaves, tensors = factors
+    bad = tensors | {"qkv.bias": np.ones(70, np.float32), "h.0.q.weight": np.ones(24, np.float32)}
+    bad["h.1.q.weight"] = bad["h.0.q.weight"]
+    save_file(bad, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointMismatch) as caught:
+        import_params(tmp_path / "x.safetensors", tmp_path / "0", map=rules)
+    assert caught.value.problems == (
+        "params/layers/query/kernel: the file has h.0.q.weight F32(24,), which has 1 dims, where dims = "
+        '"(head k) d -> d head k" of the map has 2.',
+        "params/qkv/bias: the file has qkv.bias F32(70,), which has 70 in its dim 0, but dims = "
+        '"(head three k) -> (three head k)" of the map makes it head x three x k, with head = 4, three = 3.',
+    )
+    bad = leaves | {("layers", "out", "kernel"): bits_of(np.float32, 2, 5, 6, 10)}
+    with pytest.raises(CheckpointMismatch) as caught:
+        export_safetensors(saved(tmp_path / "1", bad), tmp_path / "hf", map=rules)
+    assert caught.value.problems == (
+        "params/layers/out/kernel: the checkpoint has float32(2, 5, 6, 10); behind stacked dims it has 5 in its dim 0, "
+        'but dims = "d (head k) -> head k d" of the map makes it head, with head = 4.',
+    )
+    rules.write_text(FACTORS.replace("three = 3", ""))
+    with pytest.raises(CheckpointMismatch, match=r"qkv/bias: .* name the length of three or k in \[sizes\] of the map"):
+        import_params(tmp_path / "x.safetensors", tmp_path / "0", map=rules)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "map.toml", "x.safetensors"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_slices_of_any_region(tmp_path, seed):
     random = np.random.default_rng(seed)
@@ -275,12 +440,14 @@ def test_slices_of_any_region(tmp_path, seed):
 
 def test_blocks_are_whole_chunks_and_grow_along_rows_of_the_tensor():
     leaf = Entry(("params", "w"), "params.w", (4, 64, 50), "float32", "float32", (4, 64, 50), (1, 1, 25))
-    straight = Link(leaf.path, leaf.shape, "float32", ("0", "1", "2", "3"), (4,), (0, 1))
-    turned = dataclasses.replace(straight, order=(1, 0))
+    straight = Link(leaf.path, "float32", ("0", "1", "2", "3"), (4,), Turn.of_order((64, 50), (0, 1)))
+    turned = dataclasses.replace(straight, turn=Turn.of_order((50, 64), (1, 0)))
+    split = dataclasses.replace(straight, turn=Dims.parse("c (a b) -> (b a) c", {"b": 2}).turn((50, 64), "tensor"))
     assert shape_of_blocks(leaf, straight, 4000) == (1, 20, 50)
     assert shape_of_blocks(leaf, turned, 4000) == (1, 40, 25)
     assert shape_of_blocks(leaf, turned, 30000) == (2, 64, 50)
     assert shape_of_blocks(leaf, turned, 1) == (1, 1, 25)
+    assert shape_of_blocks(leaf, split, 4000) == (1, 40, 25)
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +634,16 @@ def test_all_that_makes_no_tensor_is_named_at_once(tmp_path):
         ('[leaves]\n"a" = 3\n"b" = { tensor = "x", transposed = true }', "'b': .*wanted a tensor"),
         ('[leaves]\n"a/{n}" = "b"', r"names \['n'\] in braces, its tensor \[\]"),
         ('[leaves]\n"a" = "x"\n"b" = "x"', "'x' is the tensor of several leaves"),
-        ('[leaves]\n"a" = { tensor = "x", transpose = "yes" }', "wanted true, false or a list of dims"),
+        ('[leaves]\n"a" = { tensor = "x", transpose = "yes" }', "wanted true or false"),
+        ('[leaves]\n"a" = { tensor = "x", transpose = [1, 0] }', 'Other orders are dims = "o i h w -> h w i o"'),
+        ('[leaves]\n"a" = { tensor = "x", dims = 3 }', "dims = 3; wanted the dims of the tensor and, behind an arrow"),
+        ('[leaves]\n"a" = { tensor = "x", dims = "a b" }', "behind an arrow, those of the leaf"),
+        ('[leaves]\n"a" = { tensor = "x", dims = "(a (b)) -> a b" }', "behind an arrow, those of the leaf"),
+        ('[leaves]\n"a" = { tensor = "x", dims = "(a b) -> a c" }', "wanted each name once on each side"),
+        ('[leaves]\n"a" = { tensor = "x", dims = "a a -> a a" }', "wanted each name once on each side"),
+        ('[leaves]\n"a" = { tensor = "x", dims = "a -> a", transpose = true }', "has transpose and dims; wanted one"),
+        ('[sizes]\nh = 0\n[leaves]\n"a" = "x"', r"h = 0 in \[sizes\]; wanted an int of 1 or more"),
+        ('[sizes]\nh = 2\n[leaves]\n"a" = "x"', r"'h' of \[sizes\] is in no dims"),
         ('stacked = ["n"]\n[leaves]\n"a_{n}/w" = "x{n}"', "must be a key of its own"),
         ("[leaves", "is no TOML"),
     ],
@@ -682,6 +858,7 @@ import jax, numpy as np
 from safetensors import safe_open
 import jzero
 from jzero.checkpoint.exchange import slices
+from jzero.checkpoint.exchange.dims import Dims, Turn
 file, address, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -189,6 +189,23 @@ def test_torch_distributed_checkpoints(boxes, tmp_path):
     assert np.array_equal(up, reference["decoder.layers.mlp.linear_fc1.weight"].transpose(0, 2, 1))
 
 
+def test_dims_are_cut_across_boxes(boxes, tmp_path):
+    """Each tensor lies in boxes, and each device gets parts of heads of several."""
+    reference = dict(np.load(boxes / "reference.npz"))
+    (tmp_path / "map.toml").write_text("""
+ignore = ["optimizer.*", "plain", "output*", "*fc1*", "*norm*", "embedding*"]
+[sizes]
+head = 2
+three = 3
+[leaves]
+"qkv" = { tensor = "decoder.layers.mlp.linear_fc2.weight", dims = "l d (head three k) -> l (three head k) d" }
+""")
+    sharding = jax.NamedSharding(jzero.make_mesh(data=4, devices=jax.devices()[:4]), jax.P(None, "data"))
+    params = load_safetensors(boxes, {"qkv": sharding}, map=tmp_path / "map.toml")
+    wanted = reference["decoder.layers.mlp.linear_fc2.weight"].reshape(3, 8, 2, 3, 2).transpose(0, 3, 2, 4, 1)
+    assert np.array_equal(np.asarray(params["qkv"]), wanted.reshape(3, 12, 8))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_slices_across_boxes(boxes, seed):
     reference, random = dict(np.load(boxes / "reference.npz")), np.random.default_rng(seed)

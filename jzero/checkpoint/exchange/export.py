@@ -115,7 +115,9 @@ def export_safetensors(
     origin, folder = Origin.open(Path(checkpoint)), target(folder)
     check_free(folder, overwrite, lambda path: path.name == INDEX or path.suffix == ".safetensors", "an export")
     links = outward(str(origin.folder), origin.leaves, rules, dtype)
-    files = shards([Spec(name, link.dtype, link.tensor_shape) for link in links for name in link.tensors], max_shard)
+    files = shards(
+        [Spec(name, link.dtype, link.turn.tensor_shape) for link in links for name in link.tensors], max_shard
+    )
     nbytes = sum(spec.nbytes for specs in files.values() for spec in specs)
     leaves = {leaf.path: leaf for leaf in origin.leaves}
     pairs = [(leaf, link) for link in links if (leaf := leaves[link.path]).stored is not None]
@@ -148,7 +150,7 @@ def shape_of_blocks(leaf: Entry, link: Link, largest: int) -> tuple[int, ...]:
     """
     shape, size = list(leaf.chunk), encoding.dtype_of(str(leaf.stored)).itemsize
     count = len(link.stack)
-    for dim in [*(count + link.order.index(dim) for dim in reversed(range(len(link.order)))), *reversed(range(count))]:
+    for dim in [*(count + dim for dim in link.turn.fastest), *reversed(range(count))]:
         room = max(1, largest // (math.prod(shape) * size))
         shape[dim] *= min(room, -(-leaf.stored_shape[dim] // shape[dim]))
     return tuple(shape)
@@ -179,11 +181,11 @@ def _write(
         for leaf, link in pairs:
             for _, region in grid(leaf.stored_shape, shape_of_blocks(leaf, link, block)):
                 array = encoding.values(reader.block(same(leaf), region), leaf.dtype)
-                for name, slice_, at in link.parts(region):
+                for name, at, piece in link.parts(region):
                     handle, tensor = places[name]
-                    part = _cast(link.to_tensor(array[at]), link)
-                    slices.write(handle, tensor, slice_, part)
-                    sums.append((name, slice_, zlib.crc32(slices.raw(part))))
+                    part = _cast(piece.of(array[(*at, ...)]), link)
+                    slices.write(handle, tensor, piece.region, part)
+                    sums.append((name, piece.region, zlib.crc32(slices.raw(part))))
                     done += part.nbytes
                     progress(done)
                     del part

@@ -9,6 +9,7 @@ import numpy as np
 
 from jzero.checkpoint.chunks import Region
 from jzero.checkpoint.errors import CheckpointMismatch
+from jzero.checkpoint.exchange.dims import Piece, Turn
 from jzero.checkpoint.exchange.format import CODES, METADATA, Tensor
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.manifest import Entry
@@ -24,19 +25,17 @@ class Link:
 
     Attributes:
         path: Where the leaf is, from "params" on.
-        shape: Its shape.
         dtype: Name of its dtype.
         tensors: Names of its tensors: one, or one for each index of the dims in which they are stacked.
         stack: The lengths of these dims, which come first.
-        order: For each further dim of the leaf the dim of the tensor.
+        turn: How the dims of a tensor become the further dims of the leaf.
     """
 
     path: Path
-    shape: tuple[int, ...]
     dtype: str
     tensors: tuple[str, ...]
     stack: tuple[int, ...]
-    order: tuple[int, ...]
+    turn: Turn
 
     @property
     def name(self) -> str:
@@ -44,31 +43,22 @@ class Link:
         return shown(self.path)
 
     @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors."""
-        inner = self.shape[len(self.stack) :]
-        return tuple(inner[self.order.index(dim)] for dim in range(len(self.order)))
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return self.stack + self.turn.leaf_shape
 
-    def parts(self, region: Region) -> Iterator[tuple[str, Region, tuple[int, ...]]]:
+    def parts(self, region: Region) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
         """What of which tensors a slice of the leaf is.
 
         Returns:
-            For each tensor of which there is something: its name, its slice, and where that lies in the slice of the
-            leaf, as an index of the dims that are stacked.
+            For each box of a tensor: the tensor's name, where the box lies in the slice of the leaf, as an index of the
+            dims that are stacked, and what it is of the slice there.
         """
         ahead, inner = region[: len(self.stack)], region[len(self.stack) :]
-        slice_ = tuple(inner[self.order.index(dim)] for dim in range(len(self.order)))
         for index in itertools.product(*(range(begin, end) for begin, end in ahead)):
             number = int(np.ravel_multi_index(index, self.stack)) if index else 0
-            yield self.tensors[number], slice_, tuple(i - begin for i, (begin, _) in zip(index, ahead, strict=True))
-
-    def to_leaf(self, array: np.ndarray) -> np.ndarray:
-        """A slice of a tensor, with its dims as the leaf has them. Nothing is copied."""
-        return array.transpose(self.order)
-
-    def to_tensor(self, array: np.ndarray) -> np.ndarray:
-        """The inverse of `to_leaf`."""
-        return array.transpose(np.argsort(self.order)) if self.order else array
+            at = tuple(i - begin for i, (begin, _) in zip(index, ahead, strict=True))
+            yield from ((self.tensors[number], at, piece) for piece in self.turn.pieces(inner))
 
 
 def outward(what: str, entries: Iterable[Entry], rules: Rules | None, dtype: str | None = None) -> list[Link]:
@@ -126,7 +116,7 @@ def _outward(entry: Entry, rules: Rules | None) -> Link | None:
         name = ".".join(map(quote, keys)) if keys else ROOT
         if name == METADATA:
             raise ValueError(f"a tensor cannot be named {METADATA}, the format needs it. Rename it by a map")
-        return Link(entry.path, entry.shape, entry.dtype, (name,), (), tuple(range(len(entry.shape))))
+        return Link(entry.path, entry.dtype, (name,), (), Turn.of_order(entry.shape, range(len(entry.shape))))
     if keys[: len(rules.under)] != rules.under:
         raise ValueError(f"the map is for leaves under {shown(rules.under)}")
     keys = keys[len(rules.under) :]
@@ -144,14 +134,14 @@ def _outward(entry: Entry, rules: Rules | None) -> Link | None:
         raise ValueError(f"map {rules.source} has {rule.stacked} stacked in its first dims")
     stack = entry.shape[:count]
     try:
-        order = rule.order(len(entry.shape) - count)
+        turn = rule.turn(entry.shape[count:], "leaf")
     except ValueError as error:
-        raise ValueError(f"its tensor {error}") from error
+        raise ValueError(f"{'behind stacked dims ' if count else ''}it {error}") from error
     if 0 in stack:
         raise ValueError("no tensor can be made of no layers")
     indices = itertools.product(*map(range, stack))
     names = tuple(rule.name(values | dict(zip(rule.stacked, index, strict=True))) for index in indices)
-    return Link(entry.path, entry.shape, entry.dtype, names, stack, order)
+    return Link(entry.path, entry.dtype, names, stack, turn)
 
 
 def inward(what: str, tensors: Sequence[Tensor], rules: Rules | None) -> list[Link]:
@@ -223,11 +213,10 @@ def _stacked(path: Path, group: Mapping[tuple[int, ...], Tensor], rule) -> Link:
         if (tensor.code, tensor.shape) != (first.code, first.shape):
             raise ValueError(f"the file has {_described(first)} and {_described(tensor)}, which cannot be stacked")
     try:
-        order = tuple(range(len(first.shape))) if rule is None else rule.order(len(first.shape))
+        turn = rule.turn(first.shape, "tensor") if rule else Turn.of_order(first.shape, range(len(first.shape)))
     except ValueError as error:
         raise ValueError(f"the file has {_described(first)}, which {error}") from error
-    shape = stack + tuple(first.shape[dim] for dim in order)
-    return Link(path, shape, str(first.dtype), tuple(tensor.name for tensor in tensors), stack, order)
+    return Link(path, str(first.dtype), tuple(tensor.name for tensor in tensors), stack, turn)
 
 
 def _nested(paths: Sequence[Path]) -> list[str]:

@@ -10,14 +10,18 @@ A map is a TOML file:
     [copies]                          # a tensor that must be the same as another, and is not imported or exported
     "lm_head.weight" = "model.embed.weight"
 
+    [sizes]                           # lengths of dims that only one side has
+    head = 12
+
     [leaves]                          # a leaf, its keys joined by "/", and its tensor
     "embed/embedding" = "model.embed.weight"
     "layers/{layer}/up/kernel" = { tensor = "model.layers.{layer}.up.weight", transpose = true }
+    "layers/{layer}/query/kernel" = { tensor = "model.layers.{layer}.q.weight", dims = "(head k) d -> d head k" }
 
 `{layer}`, or any other name in braces, stands for a number from 0 on. Where it is not stacked, it is a key of the
 params: each layer has leaves of its own. Of several stacked names the first is the first dim. `transpose = true` swaps
-the last two dims; `transpose = [2, 3, 1, 0]` says for each dim of the leaf, behind stacked ones, which dim of the
-tensor it is. In `ignore` and `skip`, `*` stands for any text.
+the last two dims; `dims` turns, cuts and joins them, from the tensor's to those of the leaf behind stacked ones, see
+`Dims`. In `ignore` and `skip`, `*` stands for any text.
 """
 
 import functools
@@ -27,8 +31,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from jzero.checkpoint.exchange.dims import Dims, Turn
 from jzero.checkpoint.names import shown
 
 MAPS = Path(__file__).with_name("maps")
@@ -45,31 +50,29 @@ class Rule:
     Attributes:
         leaf: The keys of the leaf, from the params on; each may hold names in braces.
         tensor: The name of the tensor, with the same names in braces.
-        transpose: Whether the last two dims are swapped; or for each dim of the leaf the tensor's.
+        dims: How its dims become those of the leaf, behind stacked ones; or whether the last two are swapped.
         stacked: Those of its names that are dims of the leaf, and no keys, in their order.
     """
 
     leaf: tuple[str, ...]
     tensor: str
-    transpose: bool | tuple[int, ...]
+    dims: Dims | bool
     stacked: tuple[str, ...]
 
-    def order(self, rank: int) -> tuple[int, ...]:
-        """For each dim of the leaf, behind stacked ones, the dim of the tensor.
+    def turn(self, shape: Sequence[int], of: Literal["tensor", "leaf"]) -> Turn:
+        """How the dims of a tensor, or of a leaf without those that are stacked, become those of the other.
 
         Raises:
-            ValueError: There is no such order of this number of dims.
+            ValueError: They cannot, in this shape.
         """
-        dims = tuple(range(rank))
-        if self.transpose is False:
-            return dims
-        if self.transpose is True:
-            if rank < 2:
-                raise ValueError(f"has {rank} dims, and the map transposes it")
-            return (*dims[:-2], dims[-1], dims[-2])
-        if sorted(self.transpose) != list(dims):
-            raise ValueError(f"has {rank} dims, and the map transposes it by {list(self.transpose)}")
-        return self.transpose
+        if isinstance(self.dims, Dims):
+            return self.dims.turn(shape, of)
+        order = list(range(len(shape)))
+        if self.dims:
+            if len(order) < 2:
+                raise ValueError(f"has {len(order)} dims, and the map transposes it")
+            order[-2:] = order[:-3:-1]
+        return Turn.of_order(shape if of == "tensor" else [shape[dim] for dim in order], order)
 
     def name(self, values: Mapping[str, int]) -> str:
         """The name of a tensor."""
@@ -195,13 +198,18 @@ def _wild(pattern: str) -> re.Pattern:
 
 
 def _rules(source: str, document: Mapping[str, Any], stacked: bool, under: tuple[str, ...]) -> Rules:
-    kinds = {"optional_prefix": str, "stacked": list, "ignore": list, "skip": list, "copies": dict, "leaves": dict}
+    kinds = {"optional_prefix": str, "stacked": list, "ignore": list, "skip": list}
+    kinds |= {"copies": dict, "sizes": dict, "leaves": dict}
     problems = [f"{key!r} is not known; a map has {', '.join(kinds)}" for key in document if key not in kinds]
     for key, kind in kinds.items():
         value = document.get(key, kind())
         inner = value.values() if key == "copies" and isinstance(value, dict) else value if kind is list else ()
         if not isinstance(value, kind) or not all(isinstance(one, str) for one in inner):
             problems.append(f"{key} = {value!r}; wanted a {kind.__name__}{'' if kind is str else ' of strings'}")
+    sizes = document.get("sizes", {})
+    if isinstance(sizes, dict):
+        wrong = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        problems += [f"{name} = {size!r} in [sizes]; wanted an int of 1 or more" for name, size in wrong.items()]
     if not problems and not document.get("leaves"):
         problems.append("[leaves] is missing or empty")
     if problems:
@@ -211,13 +219,16 @@ def _rules(source: str, document: Mapping[str, Any], stacked: bool, under: tuple
     for leaf, value in document["leaves"].items():
         row = {"tensor": value} if isinstance(value, str) else value
         try:
-            rules.append(_rule(leaf, row, names))
+            rules.append(_rule(leaf, row, names, sizes))
         except ValueError as error:
             problems.append(f"{leaf!r}: {error}")
     tensors = [rule.tensor for rule in rules]
     problems += [
         f"{name!r} is the tensor of several leaves" for name in dict.fromkeys(tensors) if tensors.count(name) > 1
     ]
+    used = {name for rule in rules if isinstance(rule.dims, Dims) for name in rule.dims.sizes}
+    if not problems:  # else it may be used by what could not be read
+        problems += [f"{name!r} of [sizes] is in no dims" for name in sizes if name not in used]
     if problems:
         raise ValueError(_listed(source, problems))
     return Rules(
@@ -231,24 +242,27 @@ def _rules(source: str, document: Mapping[str, Any], stacked: bool, under: tuple
     )
 
 
-def _rule(leaf: str, row: Any, stacked: Sequence[str]) -> Rule:
-    if not isinstance(row, dict) or not isinstance(row.get("tensor"), str) or not set(row) <= {"tensor", "transpose"}:
+def _rule(leaf: str, row: Any, stacked: Sequence[str], sizes: Mapping[str, int]) -> Rule:
+    known = {"tensor", "transpose", "dims"}
+    if not isinstance(row, dict) or not isinstance(row.get("tensor"), str) or not set(row) <= known:
         raise ValueError(f'{row!r}; wanted a tensor, as in "name" or {{ tensor = "name", transpose = true }}')
-    transpose = row.get("transpose", False)
-    if isinstance(transpose, list) and all(type(dim) is int for dim in transpose):
-        transpose = tuple(transpose)
-    elif not isinstance(transpose, bool):
-        raise ValueError(f"transpose = {transpose!r}; wanted true, false or a list of dims")
+    if {"transpose", "dims"} <= set(row):
+        raise ValueError("has transpose and dims; wanted one of them")
+    dims = row.get("transpose", False)
+    if not isinstance(dims, bool):
+        raise ValueError(f'transpose = {dims!r}; wanted true or false. Other orders are dims = "o i h w -> h w i o"')
+    if "dims" in row:
+        dims = Dims.parse(row["dims"], sizes)
     mine, theirs = set(_VARIABLE.findall(leaf)), set(_VARIABLE.findall(row["tensor"]))
     if mine != theirs:
         raise ValueError(f"names {sorted(mine)} in braces, its tensor {sorted(theirs)}; both must name the same")
-    dims = tuple(name for name in stacked if name in mine)
+    layers = tuple(name for name in stacked if name in mine)
     keys = leaf.split("/")
-    for name in dims:
+    for name in layers:
         if keys.count(f"{{{name}}}") != 1 or leaf.count(f"{{{name}}}") != 1:
             raise ValueError(f"{{{name}}} is stacked, and so must be a key of its own, once")
         keys.remove(f"{{{name}}}")
-    return Rule(tuple(keys), row["tensor"], transpose, dims)
+    return Rule(tuple(keys), row["tensor"], dims, layers)
 
 
 def _listed(source: str, problems: Sequence[str]) -> str:

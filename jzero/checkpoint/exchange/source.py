@@ -50,13 +50,13 @@ class Source:
 
     def slice(self, link: Link, region: Region) -> np.ndarray:
         """A slice of a leaf, in the dtype of its tensors."""
-        parts = list(link.parts(region))
-        if len(parts) == 1 and not link.stack:
-            [(name, part, _)] = parts
-            return link.to_leaf(self._read(name, part))
         array = np.empty([end - begin for begin, end in region], encoding.dtype_of(link.dtype))
-        for name, part, at in parts:
-            array[at] = link.to_leaf(self._read(name, part))
+        for name, at, piece in link.parts(region):
+            values = self._read(name, piece.region)
+            if values.size == array.size and not link.stack:
+                return piece.alone(values)
+            place = piece.of(array[(*at, ...)])
+            place[...] = values.reshape(place.shape)
         return array
 
     def check_copies(self) -> None:
