@@ -158,5 +158,5 @@ def cast(array: np.ndarray, leaf: Made) -> np.ndarray:
     if leaf.read == leaf.dtype:
         return array
     with np.errstate(over="ignore"):  # what is too large becomes infinite or NaN, as in any such cast
-        values = encoding.values(array, leaf.read).astype(encoding.dtype_of(leaf.dtype))
+        values = encoding.cast(encoding.values(array, leaf.read), leaf.dtype)
     return encoding.bits(values, encoding.stored_dtype(leaf.dtype))

@@ -50,6 +50,9 @@ NATIVE = frozenset(
 BITS = frozenset({"uint2", "uint4", "float8_e4m3"})
 """Dtypes of JAX that it does not, one byte for each element."""
 
+SOME = 2**16
+"""How many numbers are cast at once."""
+
 KEY = "key:"
 """Starts the dtype of a leaf of random keys; the name of the implementation follows."""
 
@@ -90,6 +93,35 @@ def bits(array: np.ndarray, stored: str) -> np.ndarray:
 def values(array: np.ndarray, name: str) -> np.ndarray:
     """The array that was stored. Nothing is copied."""
     return array if name.startswith(KEY) or str(array.dtype) == name else array.view(dtype_of(name))
+
+
+def cast(array: np.ndarray, name: str) -> np.ndarray:
+    """Floats as others, each rounded once to the nearest, ties to even, and C-contiguous.
+
+    Numpy does so to float32 and float16; to what is narrower, float64 goes through float32 there, and is rounded twice.
+    Here that float32 is rounded to odd: what lies between two of its numbers becomes the one whose last bit is set, and
+    so stays on its side of the middle of any two narrower ones (S. Boldo, G. Melquiond, "When double rounding is odd",
+    2005). Float32 has more than the two further bits that this needs.
+    """
+    target = dtype_of(name)
+    if array.dtype != np.float64 or target in (np.float64, np.float32, np.float16):
+        return array.astype(target, order="C")
+    found = np.empty(array.shape, target)
+    flat = found.reshape(-1)
+    for begin in range(0, flat.size, SOME):  # a few at a time, for what this takes beside the result
+        flat[begin : begin + SOME] = _to_odd(array.flat[begin : begin + SOME]).astype(target)
+    return found
+
+
+def _to_odd(array: np.ndarray) -> np.ndarray:
+    """Float64 as float32: what lies between two numbers becomes the one of them that is odd."""
+    with np.errstate(over="ignore", under="ignore"):
+        near = array.astype(np.float32)
+    back = near.astype(np.float64)
+    between = (back != array) & ~np.isnan(array)
+    # Of numbers with the same sign the bits are in the order of their size: one less is the next towards zero.
+    towards = near.view(np.uint32) - (between & (np.abs(back) > np.abs(array)))
+    return (towards | between).view(np.float32)
 
 
 def words(x: Any) -> Any:

@@ -62,7 +62,8 @@ class _Target:
         for part, memory in self._memory().items():
             both = overlap(piece.region, part)
             if both is not None:
-                memory[inside(both, part)] = values[inside(both, piece.region)]
+                mine = values[inside(both, piece.region)]
+                memory[inside(both, part)] = mine if mine.dtype == self.dtype else encoding.cast(mine, self.want.dtype)
 
     def _memory(self) -> dict[Region, np.ndarray]:
         """Host memory of each part, made when the first chunk is there."""

@@ -205,7 +205,7 @@ def _cast(array: np.ndarray, link: Link) -> np.ndarray:
     if array.dtype == dtype:
         return np.ascontiguousarray(array).reshape(array.shape)
     with np.errstate(over="ignore"):
-        cast = array.astype(dtype, order="C")
+        cast = encoding.cast(array, link.dtype)
     if np.any(np.isinf(cast) & np.isfinite(array)):
         number = np.max(np.abs(array[np.isfinite(array)]))
         raise ValueError(f"{link.name}: {number} is too large for {link.dtype}. Export float32 or bfloat16 instead.")

@@ -172,5 +172,6 @@ def _part(model: Source, link: Link, want: Want, region: Region) -> np.ndarray:
     shape = [end - begin for begin, end in there]
     for _, block in grid(shape, halved(shape, dtype.itemsize, BLOCK)):
         one = tuple((begin + start, end + start) for (begin, end), (start, _) in zip(block, there, strict=True))
-        memory[inside(one, region)] = model.slice(link, one)
+        values = model.slice(link, one)
+        memory[inside(one, region)] = values if values.dtype == dtype else encoding.cast(values, want.dtype)
     return memory
