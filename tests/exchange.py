@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 
-from jzero.checkpoint import Manifest, encoding, store
+from jzero.checkpoint import Manifest, encoding
 from jzero.checkpoint.chunks import grid, halved
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.names import folders
+from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.write import write
 
@@ -40,11 +41,11 @@ def saved(folder, leaves, largest=400):
 
 def held(folder):
     """The arrays of a checkpoint, by path below params."""
-    manifest, found = Manifest.read(folder), {}
-    for leaf in manifest.leaves:
+    origin, found = Origin.open(folder), {}
+    for leaf in origin.leaves:
         array = np.empty(leaf.shape, encoding.dtype_of(leaf.dtype))
         chunks = [(leaf, *chunk) for chunk in grid(leaf.shape, leaf.chunk)] if leaf.stored else []
-        for piece in store.read(folder, manifest, chunks):
+        for piece in origin.chunks(chunks):
             part = encoding.values(piece.array, leaf.dtype)
             array[tuple(slice(*ends) for ends in piece.region)] = part
         found[leaf.path[1:]] = array

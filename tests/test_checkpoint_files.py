@@ -168,8 +168,8 @@ def apart(work):
 
 def check():
     """Every checkpoint that is found is whole and what it should be, the first one among them."""
-    from jzero.checkpoint import store
     from jzero.checkpoint.chunks import grid
+    from jzero.checkpoint.origin import Origin
 
     steps = Checkpointer(folder).steps
     assert 1 in steps and set(steps) <= {1, 2}, steps
@@ -177,7 +177,7 @@ def check():
         manifest = Manifest.read(folder / str(step))
         manifest.check_small(folder / str(step))
         wanted = ((leaf, *chunk) for leaf in leaves for chunk in grid(leaf.shape, leaf.chunk))
-        assert all((piece.array == step).all() for piece in store.read(folder / str(step), manifest, wanted))
+        assert all((piece.array == step).all() for piece in Origin(folder / str(step), manifest).chunks(wanted))
 
 
 def done(child):

@@ -3,7 +3,7 @@
 `Checkpointer` saves and restores. `inspection.inspect`, `verify.verify`, `compare.compare` and `reshard.reshard` are
 what the command line calls. `export_safetensors`, `import_params` and `load_safetensors` exchange params with the
 Hugging Face world and with PyTorch; `Rules` give names and shapes. Below them, for tools that make or rewrite
-checkpoints: `Manifest` says what one holds, `store.read` reads its chunks and checks them, and `write.write` writes
+checkpoints: `Manifest` says what one holds, `origin.Origin` reads its chunks and checks them, `write.write` writes
 one, all at once. The formats are described in `docs/checkpoints.md` and `docs/safetensors.md`.
 """
 

@@ -12,7 +12,7 @@ from jzero.checkpoint import encoding, store
 from jzero.checkpoint.chunks import Region, grid, inside, overlap
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.manifest import Entry
-from jzero.checkpoint.origin import Origin, reading
+from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import Made
 
 BASE = 40 * 2**20
@@ -118,12 +118,11 @@ class Reader:
 
     def __init__(self, origin: Origin, limit: int, progress: Callable[[int], None] = lambda nbytes: None):
         self.origin, self.limit, self.progress = origin, limit, progress
-        self._context = reading()
         self._open: tuple[Entry, Any] | None = None
 
     def _array(self, leaf: Entry):
         if self._open is None or self._open[0] is not leaf:
-            self._open = leaf, self.origin.array(leaf, self._context)
+            self._open = leaf, self.origin.array(leaf)
         return self._open[1]
 
     def block(self, leaf: Made, region: Region) -> np.ndarray:

@@ -1,8 +1,8 @@
 """A checkpoint to read from, whoever wrote it: its leaves, and any region of each, checked if it has checksums."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry, Manifest
 from jzero.checkpoint.names import shown
 from jzero.checkpoint.place import OLD, stale, standing
+from jzero.checkpoint.store import Piece
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """Is in the name of what orbax has not finished."""
@@ -66,8 +67,8 @@ class Origin:
 
     folder: Path
     manifest: Manifest
-    specs: Mapping[tuple[str, ...], dict[str, Any]] | None
-    others: Mapping[str, str]
+    specs: Mapping[tuple[str, ...], dict[str, Any]] | None = None
+    others: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> "Origin":
@@ -81,7 +82,7 @@ class Origin:
         if (folder / FILE).is_file():
             manifest = Manifest.read(folder)
             manifest.check_small(folder)
-            return cls(folder, manifest, None, {})
+            return cls(folder, manifest)
         found = orbax_reader.described(folder)
         step = int(folder.name) if folder.name.isdecimal() else None
         manifest = Manifest(found.leaves, step=step, metrics=found.metrics, saved_from=found.saved_from)
@@ -98,14 +99,14 @@ class Origin:
         """Whether damage can be told from data."""
         return self.specs is None
 
-    def array(self, leaf: Entry, context: ts.Context) -> Any:
+    def array(self, leaf: Entry) -> Any:
         """The array of a leaf, as tensorstore opens it; its description is checked."""
         if self.specs is None:
             self.manifest.check_file(self.folder, leaf.file(), leaf.name)
-            return store.open_array(self.folder, leaf, context)
+            return store.open_array(self.folder, leaf)
         spec = self.specs[leaf.path]
         try:
-            return ts.open(spec, open=True, read=True, context=context).result()
+            return ts.open(spec, open=True, read=True, context=_context()).result()
         except ValueError as error:
             raise self._corrupt(leaf, None, error) from error
 
@@ -115,8 +116,8 @@ class Origin:
         array: Any,
         number: tuple[int, ...],
         region: Region,
-        take: Callable[[Region, np.ndarray], None],
-    ) -> tuple[int, Callable[[], Any], Callable[[Any], None]]:
+        take: Callable[[Region, np.ndarray], Any],
+    ) -> store.Job:
         """Reads a region inside of one chunk, for `store.windowed`; `take` gets it, once the chunk has been checked.
 
         Bytes count the whole chunk, for it is what is read and decoded.
@@ -133,15 +134,37 @@ class Origin:
                 found = future.result()
             except ValueError as error:
                 raise self._corrupt(leaf, number, error) from error
-            take(region, found)
+            return take(region, found)
 
         return leaf.chunk_nbytes, lambda: array[tuple(slice(*ends) for ends in region)].read(), done
 
     def jobs(
         self, leaf: Entry, array: Any, region: Region, take: Callable[[Region, np.ndarray], None]
-    ) -> Iterator[tuple[int, Callable[[], Any], Callable[[Any], None]]]:
+    ) -> Iterator[store.Job]:
         """Reads any region, chunk by chunk."""
         return (self.job(leaf, array, number, both, take) for number, both in _chunks(leaf, region))
+
+    def chunks(
+        self, wanted: Iterable[tuple[Entry, tuple[int, ...], Region]], limit: int = store.IN_FLIGHT
+    ) -> Iterator[Piece]:
+        """Reads whole chunks and yields them in order, each checked.
+
+        Args:
+            wanted: Leaf, number and region of each chunk.
+            limit: Bytes of chunks that are read at once.
+
+        Raises:
+            CorruptCheckpoint: A chunk, or the description of an array, is missing or was changed.
+        """
+
+        def jobs() -> Iterator[store.Job]:
+            leaf = array = None
+            for entry, number, region in wanted:
+                if entry is not leaf:
+                    leaf, array = entry, self.array(entry)
+                yield self.job(entry, array, number, region, functools.partial(Piece, entry, number))
+
+        return store.results(jobs(), limit)
 
     def _corrupt(self, leaf: Entry, number: tuple[int, ...] | None, error: Exception) -> CorruptCheckpoint:
         file = self.folder / (shown(leaf.path) if self.specs is not None else leaf.file(number))
@@ -150,8 +173,8 @@ class Origin:
 
 
 @functools.cache
-def reading() -> ts.Context:
-    """What tensorstore shares between arrays; one for the process, as `store` has it and for the same reason."""
+def _context() -> ts.Context:
+    """What tensorstore shares between arrays of orbax; one for the process, as `store` has it, for the same reason."""
     # OCDBT reads the nodes of its index again and again unless they fit; arrays are not kept.
     return ts.Context({"cache_pool": {"total_bytes_limit": 2**22}, "data_copy_concurrency": {"limit": 2}})
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jzero.checkpoint import encoding, store
+from jzero.checkpoint import encoding
 from jzero.checkpoint.chunks import Region, grid, inside, overlap, region_of
 from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.parts import Want
+from jzero.checkpoint.store import Piece
 
 ALIGNED = 64
 """Bytes; JAX takes host memory that is so aligned as it is, where devices are CPUs, and copies any other."""
@@ -29,7 +31,7 @@ def arrays(folder: Path, manifest: Manifest, pairs: Sequence[tuple[Entry, Want]]
         CorruptCheckpoint: A file is missing or was changed.
     """
     targets = [_Target(entry, want) for entry, want in pairs]
-    found = store.read(folder, manifest, ((target.entry, *chunk) for target in targets for chunk in target.chunks))
+    found = Origin(folder, manifest).chunks((t.entry, *chunk) for t in targets for chunk in t.chunks)
     for target in targets:
         for _ in target.chunks:
             target.fill(next(found))
@@ -57,7 +59,7 @@ class _Target:
             ]
         )
 
-    def fill(self, piece: store.Piece) -> None:
+    def fill(self, piece: Piece) -> None:
         values = encoding.values(piece.array, self.entry.dtype)
         for part, memory in self._memory().items():
             both = overlap(piece.region, part)

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jzero.checkpoint import encoding, orbax_format
+from jzero.checkpoint import orbax_format
 from jzero.checkpoint.chunks import Region
-from jzero.checkpoint.errors import CorruptCheckpoint
-from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest, Sum
+from jzero.checkpoint.manifest import ARRAYS, Entry, Sum
 
 IN_FLIGHT = 16 * 2**20
 """Bytes of chunks that are being read or written at once. Tensorstore holds two or three times as much."""
@@ -40,32 +39,42 @@ class Piece:
     array: np.ndarray
 
 
-def windowed(jobs: Iterable[tuple[int, Callable[[], Any], Callable[[Any], None]]], limit: int = IN_FLIGHT) -> None:
-    """Runs jobs that overlap: each is its bytes, what starts it and returns a future, and what takes the result.
+Job = tuple[int, Callable[[], Any], Callable[[Any], Any]]
+"""Its bytes, what starts it and returns a future, and what takes the result."""
+
+
+def results(jobs: Iterable[Job], limit: int = IN_FLIGHT) -> Iterator[Any]:
+    """Runs jobs that overlap, and yields in their order what becomes of each.
 
     When one fails, those that run come to their end before its error is raised, so that nothing is written behind it.
     """
-    running: deque[tuple[int, Any, Callable[[Any], None]]] = deque()
+    running: deque[tuple[int, Any, Callable[[Any], Any]]] = deque()
     held = 0
 
     def finish():
         nonlocal held
         nbytes, future, done = running.popleft()
-        done(future)
         held -= nbytes
+        return done(future)
 
     try:
         for nbytes, start, done in jobs:
             while running and (held + nbytes > limit or len(running) >= AT_ONCE):
-                finish()
+                yield finish()
             held += nbytes
             running.append((nbytes, start(), done))
         while running:
-            finish()
+            yield finish()
     finally:
         for _, future, _ in running:  # after an error: what is removed next must not be written to any more
             with contextlib.suppress(Exception):
                 future.result()
+
+
+def windowed(jobs: Iterable[Job], limit: int = IN_FLIGHT) -> None:
+    """Runs jobs as `results` does, for what they do."""
+    for _ in results(jobs, limit):
+        pass
 
 
 def create(folder: Path, leaves: Sequence[Entry]) -> None:
@@ -81,7 +90,7 @@ def create(folder: Path, leaves: Sequence[Entry]) -> None:
 
 def write(folder: Path, pieces: Iterable[Piece]) -> dict[str, Sum]:
     """Writes chunks into arrays that were created; returns the sum of each file."""
-    context, files = _context(), {}
+    files = {}
 
     def job(array, piece):
         where = array[tuple(slice(begin, end) for begin, end in piece.region)]
@@ -97,66 +106,18 @@ def write(folder: Path, pieces: Iterable[Piece]) -> dict[str, Sum]:
         leaf = array = None
         for piece in pieces:
             if piece.leaf is not leaf:
-                leaf, array = piece.leaf, open_array(folder, piece.leaf, context, write=True)
+                leaf, array = piece.leaf, open_array(folder, piece.leaf, write=True)
             yield job(array, piece)
 
     windowed(jobs())
     return files
 
 
-def open_array(folder: Path, leaf: Entry, context: Any = None, *, write: bool = False) -> Any:
+def open_array(folder: Path, leaf: Entry, *, write: bool = False) -> Any:
     """The array of a leaf, as tensorstore opens it. Its description must be checked before, if it is to be read."""
     # The description is known, so that nothing is read here.
     spec = _spec(folder, leaf) | {"metadata": orbax_format.zarr(leaf)}
-    return ts.open(
-        spec, open=True, assume_metadata=True, read=True, write=write, context=context or _context()
-    ).result()
-
-
-def read(
-    folder: Path, manifest: Manifest, wanted: Iterable[tuple[Entry, tuple[int, ...], Region]], limit: int = IN_FLIGHT
-) -> Iterator[Piece]:
-    """Reads whole chunks and yields them in order, each checked.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-        wanted: Leaf, number and region of each chunk.
-        limit: Bytes of chunks that are read at once.
-
-    Raises:
-        CorruptCheckpoint: A chunk, or the description of an array, is missing or was changed.
-    """
-    context = _context()
-    current: Entry | None = None
-    array: Any = None
-    ahead: deque[tuple[Entry, tuple[int, ...], Region, Any]] = deque()
-    held = 0
-
-    def size(leaf, region):
-        return encoding.nbytes(tuple(end - begin for begin, end in region), leaf.stored)
-
-    def first():
-        nonlocal held
-        leaf, chunk, region, future = ahead.popleft()
-        held -= size(leaf, region)
-        try:
-            return Piece(leaf, chunk, region, future.result())
-        except ValueError as error:
-            raise CorruptCheckpoint(folder / leaf.file(chunk), f"cannot be read ({error})", leaf.name) from error
-
-    for leaf, chunk, region in wanted:
-        if leaf is not current:
-            manifest.check_file(folder, leaf.file(), leaf.name)
-            current, array = leaf, open_array(folder, leaf, context)
-        manifest.check_file(folder, leaf.file(chunk), leaf.name)
-        nbytes = size(leaf, region)
-        while ahead and (held + nbytes > limit or len(ahead) >= AT_ONCE):
-            yield first()
-        held += nbytes
-        ahead.append((leaf, chunk, region, array[tuple(slice(begin, end) for begin, end in region)].read()))
-    while ahead:
-        yield first()
+    return ts.open(spec, open=True, assume_metadata=True, read=True, write=write, context=_context()).result()
 
 
 def _spec(folder: Path, leaf: Entry) -> dict[str, Any]:

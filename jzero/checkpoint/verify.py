@@ -11,7 +11,7 @@ from jzero.checkpoint.blocks import BASE, COPIES
 from jzero.checkpoint.chunks import grid
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded
 from jzero.checkpoint.manifest import FILE, Manifest
-from jzero.checkpoint.origin import Origin, find, reading
+from jzero.checkpoint.origin import Origin, find
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def verify(
     problems: list[CorruptCheckpoint] = []
     try:
         if (folder / FILE).is_file():
-            origin = Origin(folder, Manifest.read(folder), None, {})
+            origin = Origin(folder, Manifest.read(folder))
         else:
             origin = Origin.open(folder)
     except CorruptCheckpoint as error:
@@ -74,7 +74,7 @@ def verify(
     files = 1
     if origin.has_checksums:
         files += _small(origin, problems)
-    total, done, context = sum(leaf.nbytes for leaf in leaves), 0, reading()
+    total, done = sum(leaf.nbytes for leaf in leaves), 0
 
     def taken(nbytes):
         nonlocal done
@@ -86,11 +86,11 @@ def verify(
         for leaf in leaves:
             files += 1
             try:
-                array = origin.array(leaf, context)
+                array = origin.array(leaf)
             except CorruptCheckpoint as error:
                 problems.append(error)
                 # Its chunks are checked all the same, as the manifest describes them.
-                array = store.open_array(folder, leaf, context) if origin.has_checksums else None
+                array = store.open_array(folder, leaf) if origin.has_checksums else None
             if array is not None:
                 for number, region in grid(leaf.stored_shape, leaf.chunk):
                     files += 1

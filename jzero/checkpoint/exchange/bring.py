@@ -16,6 +16,7 @@ from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.exchange.source import Source
 from jzero.checkpoint.manifest import Entry, Manifest
 from jzero.checkpoint.names import folders
+from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.room import check_disk, check_free, is_of_checkpoint, on_disk, target
 from jzero.checkpoint.write import write
 
@@ -110,7 +111,7 @@ def import_params(
                 progress(task, done, nbytes)
 
         def check(place: Path, manifest: Manifest) -> None:
-            for piece, written in zip(read("checking"), store.read(place, manifest, chunks, 0), strict=True):
+            for piece, written in zip(read("checking"), Origin(place, manifest).chunks(chunks, 0), strict=True):
                 if different(np.ascontiguousarray(piece.array), written.array).any():
                     file = folder / piece.leaf.file(piece.chunk)
                     raise CorruptCheckpoint(file, "does not hold what was written to it", piece.leaf.name)
