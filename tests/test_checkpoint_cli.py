@@ -76,6 +76,19 @@ def test_inspect(run, capsys):
     assert found["stale"] == [str(run / "30.jzero-tmp")]
 
 
+def test_json_has_no_nan(tmp_path, capsys):
+    metrics = {"loss": float("nan"), "best": float("-inf"), "fine": 2.5}
+    write_arrays(tmp_path / "c", {("w",): np.ones(3, np.float32)}, metrics=metrics, data={"at": [1, float("inf")]})
+
+    def strict(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    assert main(["inspect", str(tmp_path / "c"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=strict)
+    assert found["metrics"] == {"loss": None, "best": None, "fine": 2.5} and found["data"] == {"at": [1, None]}
+    assert "metrics loss nan, best -inf, fine 2.5" in called(capsys, "inspect", tmp_path / "c")[1]
+
+
 def test_verify(run, capsys):
     code, out, _ = called(capsys, "verify", run)
     assert code == 0 and "20 is whole: " in out
@@ -156,6 +169,12 @@ def test_rules_are_applied_in_their_order(run, tmp_path, capsys):
         (["inspect", "run", "--fits", "model=2"], "no data axis"),
         (["verify", "run", "--max-memory", "lots"], "'lots'; wanted whole bytes"),
         (["verify", "run", "--against", "nowhere"], "nowhere is not there"),
+        (["inspect", "run/30.jzero-tmp"], "30.jzero-tmp is not whole: .jzero-tmp ends the name of what is still being"),
+        (["verify", "run/30.jzero-tmp"], "is not whole"),
+        (["verify", "run", "--against", "run/30.jzero-tmp"], "is not whole"),
+        (["reshard", "run/30.jzero-tmp", "made"], "is not whole"),
+        (["reshard", "run", "made.jzero-tmp"], "cannot be the name of something that is whole. Choose another place"),
+        (["reshard", "run", "made.jzero-old"], "cannot be the name of something that is whole. Choose another place"),
         (["reshard", "run", "run/20"], "Choose another place"),
         (["reshard", "run/20", "run/1"], "is there already"),
         (["reshard", "run", "made", "--drop", "a//b"], "has an empty level"),

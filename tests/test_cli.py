@@ -1,17 +1,21 @@
 """The command `jzero`: what it prints, its JSON, its exit codes and its messages."""
 
 import json
+import os
 import runpy
+import signal
 import sys
 import tomllib
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jzero
 from jzero.cli import main
 from jzero.cli.options import filled, mesh_axes
+from tests.test_checkpoint_tools import write_arrays
 
 MODEL = """
 import jax, jax.numpy as jnp, optax
@@ -140,6 +144,28 @@ def test_bad_input(folder, capsys, options, message):
     assert main(["estimate", *options.split()]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "command", ["estimate --params 1e9 --devices 8", "estimate --params 1e9 --devices 8 --json", "inspect c", "--help"]
+)
+def test_a_reader_that_has_gone(folder, monkeypatch, capsys, command):
+    """As `| head` has when it has seen enough."""
+    write_arrays(folder / "c", {("params", "w"): np.ones(3, np.float32)})
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(command.split()) == 128 + signal.SIGPIPE
+        pipe.write("more")  # as Python does when it ends
+    assert capsys.readouterr().err == ""
+
+
+def test_a_script_that_exits_is_no_broken_pipe(folder):
+    (folder / "leaves.py").write_text("import sys\ndef params():\n    sys.exit(7)\n")
+    with pytest.raises(SystemExit) as done:
+        main(["estimate", "--model", "leaves:params", "--devices", "8"])
+    assert done.value.code == 7
 
 
 def test_mesh_and_devices():

@@ -14,7 +14,7 @@ from jzero.checkpoint.chunks import Region, overlap
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry, Manifest
 from jzero.checkpoint.names import shown
-from jzero.checkpoint.place import OLD, stale, standing
+from jzero.checkpoint.place import OLD, TMP, stale, standing
 from jzero.checkpoint.store import Piece
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -26,7 +26,9 @@ def find(folder: Path) -> Path:
 
     Raises:
         FileNotFoundError: Neither.
+        ValueError: It is what a write has not finished.
     """
+    check_finished(folder)
     folder = standing(folder)
     if is_checkpoint(folder):
         return folder
@@ -41,6 +43,16 @@ def find(folder: Path) -> Path:
             f"numbered folder with one." + (f" It has what stopped saves left behind: {found}." if found else "")
         )
     return steps[max(steps)]
+
+
+def check_finished(path: Path) -> None:
+    """Raises if something that is to be read is, or is inside of, what a write has not finished.
+
+    Raises:
+        ValueError: It is.
+    """
+    if any(part.endswith(TMP) for part in path.parts):
+        raise ValueError(f"{path} is not whole: {TMP} ends the name of what is still being written, or was stopped.")
 
 
 def is_checkpoint(folder: Path) -> bool:

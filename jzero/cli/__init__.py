@@ -1,6 +1,8 @@
 """The command `jzero`. Each subcommand is a module here, and one call of the library."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,8 +17,22 @@ COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard, export, im
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line.
 
-    Returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line, 3 memory or disk are too small.
+    Returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line, 3 memory or disk are too small,
+    141 nobody reads what it prints, as in `jzero inspect CKPT | head`.
     """
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):  # rich exits for it
+            raise
+        # What is left in the buffer goes nowhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX: look before and after you train.")
     parser.add_argument("--version", action="version", version=f"jzero {__version__}, jax {jax.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -28,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error.code, int) else 2
     try:
         return options.run(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"jzero: error: {error}", file=sys.stderr)
         return 2

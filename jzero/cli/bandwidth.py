@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, sizes_between
 from jzero.bandwidth_plot import plot, size_text
+from jzero.cli.as_json import print_json
 from jzero.cli.options import mesh_axes, nbytes, parsed, plot_file, speed
 from jzero.mesh import make_mesh, platform_of
 from jzero.sweep import Sweep
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             except jax.errors.JaxRuntimeError as error:
                 return _failed(f"{kind} {dtype}: {error}\nIf memory ran out, end --sizes at a smaller one.", 1)
     if args.json:
-        print(json.dumps(_report(mesh, sweeps, args.link), indent=2))
+        print_json(_report(mesh, sweeps, args.link))
     else:
         _show(Console(), mesh, sweeps, args.link)
     if args.plot is not None:

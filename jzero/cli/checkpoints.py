@@ -30,7 +30,7 @@ def command(subparsers: Any, name: str, text: str, description: str, examples: s
         epilog=f"{examples}\n\n{CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text; sizes in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text; sizes in bytes, null for NaN")
     return parser
 
 
@@ -53,6 +53,8 @@ def exits(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namesp
             return _failed(error, 3 if error.full else 2)
         except CorruptCheckpoint as error:
             return _failed(error, 1)
+        except BrokenPipeError:
+            raise
         except (ValueError, TypeError, OSError) as error:
             return _failed(error, 2)
 

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jzero.advice import RESERVE, Advice, advise, gb
+from jzero.cli.as_json import print_json
 from jzero.cli.options import called, filled, mesh_axes, named, parsed, plot_file
 from jzero.devices import DEVICES
 from jzero.estimate import BY_COUNT, LAYERS, OPTIMIZERS, Entry, Estimate, estimate
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         plan_bars(plans, advice.device, options.reserve).savefig(options.plot)
     if options.json:
-        print(json.dumps(_plain(plans, advice, options), indent=1))
+        print_json(_plain(plans, advice, options))
     else:
         show(Console(), plans, advice, optimizer=options.optimizer, precision=options.precision)
     return 0

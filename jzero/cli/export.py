@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
-import json
 import time
 from typing import Any
 
 from jzero.checkpoint.exchange.export import FLOATS, SHARD, export_safetensors
 from jzero.checkpoint.exchange.rules import MAPS, Rules
+from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress, size
 from jzero.cli.options import nbytes, parsed
 
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     if options.json:
         plain = dataclasses.asdict(done) | {"checkpoint": str(done.checkpoint), "folder": options.folder}
-        print(json.dumps(plain | {"seconds": seconds}, indent=1))
+        print_json(plain | {"seconds": seconds})
         return 0
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in done.dtypes.items())
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files and an index"

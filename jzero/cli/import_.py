@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import json
 import time
 from typing import Any
 
 from jzero.checkpoint.exchange.bring import import_params
+from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress, size
 from jzero.cli.export import add_map, rules_of
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     if options.json:
         plain = dataclasses.asdict(done) | {"source": options.source, "checkpoint": options.checkpoint}
-        print(json.dumps(plain | {"seconds": seconds}, indent=1))
+        print_json(plain | {"seconds": seconds})
         return 0
     speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
     print(f"{safe(options.checkpoint)}: {done.leaves} leaves, {speed}; compared with the files.")

@@ -9,6 +9,7 @@ from typing import Any
 from jzero.checkpoint.inspection import Inspection, inspect
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.placing import Placed, precision_of
+from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import aligned, command, exits, mesh_and_stage, safe, size, title
 from jzero.cli.options import parsed
 from jzero.precision import AS_IT_IS, PRECISIONS, Precision
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     mesh, stage = options.fits or (None, None)
     found = inspect(options.checkpoint, mesh=mesh, stage=stage)
     if options.json:
-        print(json.dumps(_plain(found, mesh, stage), indent=1))
+        print_json(_plain(found, mesh, stage))
     else:
         print("\n".join(map(safe, _lines(found, mesh, stage))))  # all of it may come from anywhere
     return 0

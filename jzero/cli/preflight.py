@@ -1,13 +1,13 @@
 """`jzero preflight`: what a training step will do on GPUs that are not there."""
 
 import argparse
-import json
 import re
 from typing import Any
 
 import jax
 from rich.console import Console
 
+from jzero.cli.as_json import print_json
 from jzero.cli.options import called, mesh_axes, parsed, plot_file, raised, speed
 from jzero.plain import WIDTH
 from jzero.preflight import preflight
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         block_schedule(report).savefig(options.plot)
     if options.json:
-        print(json.dumps(report.as_dict(), indent=1))
+        print_json(report.as_dict())
     else:
         console = Console()
         (console if console.is_terminal else Console(width=WIDTH)).print(report)

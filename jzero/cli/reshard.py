@@ -1,7 +1,6 @@
 """`jzero reshard`: a checkpoint rewritten for another mesh, with other leaves, or in other dtypes."""
 
 import argparse
-import json
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ from jzero.checkpoint.layers import Stack, Unstack
 from jzero.checkpoint.patterns import Pattern
 from jzero.checkpoint.rename import Cast, Rename
 from jzero.checkpoint.reshard import reshard
+from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import add_memory, command, exits, mesh_and_stage, safe, shown_progress, size
 from jzero.cli.options import nbytes, parsed
 
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
             "seconds": seconds,
             "left_out": sorted(done.origin.others),
         }
-        print(json.dumps(plain, indent=1))
+        print_json(plain)
     else:
         speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
         print(f"{safe(options.folder)}: {len(done.leaves)} leaves, {speed}; compared with what was read.")

@@ -1,12 +1,12 @@
 """`jzero verify`: a checkpoint against its checksums, or against another one."""
 
 import argparse
-import json
 from typing import Any
 
 from jzero.checkpoint.compare import compare
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.verify import Verified, verify
+from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress, size
 
 DESCRIPTION = """\
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     with shown_progress() as progress:
         found = verify(options.checkpoint, memory=options.max_memory, progress=progress)
     if options.json:
-        print(json.dumps(_plain(found), indent=1))
+        print_json(_plain(found))
     else:
         print("\n".join(_lines(found)))
     return 1 if found.problems else 0
@@ -56,7 +56,7 @@ def _compared(options: argparse.Namespace) -> int:
             "leaves": len(one.leaves),
             "differences": [{"leaf": each.leaf, "reason": each.reason} for each in found],
         }
-        print(json.dumps(plain, indent=1))
+        print_json(plain)
     elif found:
         print(f"{safe(str(one.folder))} and {safe(str(other.folder))} differ in {len(found)} of their leaves:")
         print("\n".join(f"  {safe(each.leaf)}: {safe(each.reason)}" for each in found))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jzero.checkpoint.exchange import deepspeed, torch_dist
 from jzero.checkpoint.exchange.format import CorruptTensors, Spec, Tensor, read_header
+from jzero.checkpoint.origin import check_finished
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -20,7 +21,9 @@ def find(source: Path) -> list[Tensor]:
     Raises:
         FileNotFoundError: There is none.
         CorruptTensors: A file is damaged or missing, or the index is not of these files.
+        ValueError: It is what an export has not finished, whose files have their full size before their content.
     """
+    check_finished(source)
     if source.is_file():
         if source.name.endswith(".index.json"):
             return _indexed(source)
