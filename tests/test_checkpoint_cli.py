@@ -57,6 +57,7 @@ def test_inspect(run, capsys):
     assert "saved from mesh data 8, stage 3, 1 process" in out and "metrics loss 1.5" in out
     (row,) = [line for line in lines if line.startswith("params/h/0/w ")]
     assert row.split() == ["params/h/0/w", "float32", "(16,", "8)", "512", "B", "?", "2", "of", "(8,", "8)"]
+    assert "cuts no leaf" not in out
     assert "On data 4 at stage 3, each of 4 devices holds between steps:" in out
     assert "params/odd (7, 5): no dim of (7, 5) divides by 4: stored padded to (8, 5)" in out
     assert "30.jzero-tmp" in out
@@ -73,7 +74,11 @@ def test_inspect(run, capsys):
     # Cut in four: 16 x 2, 2 x 5 of 8 x 5 with padding, and the step on each.
     assert found["fits"]["bytes_per_device"] == 2 * 128 + 2 * 40 + 4
     assert found["fits"]["padding_per_device"] == 2 * (40 - 35)
-    assert found["stale"] == [str(run / "30.jzero-tmp")]
+    assert found["stale"] == [str(run / "30.jzero-tmp")] and found["fits"]["idle"] == {}
+    said = "is not known to cut a leaf: the checkpoint does not say which axes cut its leaves."
+    assert f"'model' {said}" in called(capsys, "inspect", run / "1", "--fits", "data=4,model=2")[1]
+    fits = as_json(capsys, "inspect", run / "1", "--fits", "data=4,model=2")[1]["fits"]
+    assert fits["bytes_per_device"] == found["fits"]["bytes_per_device"] and said in fits["idle"]["model"]
 
 
 def test_json_has_no_nan(tmp_path, capsys):

@@ -161,6 +161,39 @@ def test_a_model_axis_that_does_not_divide_is_named(saved):
         inspect(saved[0], mesh={"model": 2})
 
 
+@pytest.mark.parametrize(
+    ("mesh", "stage", "says"),
+    [
+        ({"data": 4, "model": 2}, 3, {}),
+        ({"data": 4, "model": 4}, 3, {"model": "would cut only leaves that it does not divide"}),
+        ({"data": 4, "tp": 2}, 3, {"tp": "where the checkpoint was saved they were cut over 'model' and not over it"}),
+        ({"data": 4, "model": 2}, 0, {"data": "cuts no leaf at this stage, and so all devices along it hold the same"}),
+        ({"data": 4, "model": 1}, 3, {}),
+    ],
+)
+def test_an_axis_that_cuts_nothing_is_told(saved, mesh, stage, says):
+    found = inspect(saved[0], mesh=mesh, stage=stage).idle
+    assert found.keys() == says.keys() and all(says[axis] in found[axis] for axis in says)
+
+
+def test_a_model_axis_is_asked_of_a_run_without_one(tmp_path):
+    layout = layout_of(3, "8")
+    with Checkpointer(tmp_path / "run", async_=False) as checkpointer:
+        checkpointer.save(1, random_state(layout), TX, layout)
+    found, alone = (inspect(tmp_path / "run", mesh=mesh) for mesh in ({"data": 4, "model": 2}, {"data": 4}))
+    assert [one.bytes for one in found.fits] == [one.bytes for one in alone.fits]  # nothing is cut over it
+    assert found.idle == {
+        "model": "cuts no leaf: where the checkpoint was saved no axis of a model cut any. All devices along it would "
+        "hold the same; rules of `jzero.zero` that name it cut more"
+    }
+    write_arrays(tmp_path / "made", {("params", "w"): np.ones((8, 8), np.float32)})
+    assert (
+        inspect(tmp_path / "made", mesh={"data": 2, "model": 2})
+        .idle["model"]
+        .startswith("is not known to cut a leaf: the checkpoint does not say which axes cut its leaves. All devices")
+    )
+
+
 # --- verify
 
 

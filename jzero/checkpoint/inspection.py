@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from jzero.checkpoint.origin import Origin, left_behind
-from jzero.checkpoint.placing import Placed, placed
+from jzero.checkpoint.placing import Placed, idle, placed
 from jzero.checkpoint.recipe import same
 
 
@@ -18,11 +18,13 @@ class Inspection:
         origin: The checkpoint.
         stale: What saves that were stopped have left behind beside it.
         fits: Where its leaves would lie, if that was asked.
+        idle: Axes of that mesh that would cut no leaf, and what that means.
     """
 
     origin: Origin
     stale: tuple[Path, ...]
     fits: tuple[Placed, ...]
+    idle: Mapping[str, str]
 
     @property
     def bytes(self) -> int:
@@ -56,7 +58,9 @@ def inspect(
     origin = Origin.open(Path(folder))
     stale = {*left_behind(Path(folder)), *left_behind(origin.folder.absolute().parent)}
     fits: list[Placed] = []
+    axes: dict[str, str] = {}
     if mesh is not None:
-        leaves = [same(leaf) for leaf in origin.leaves]
-        fits = placed(leaves, origin.manifest.saved_from, mesh, 3 if stage is None else stage)
-    return Inspection(origin, tuple(sorted(stale)), tuple(fits))
+        leaves, saved_from = [same(leaf) for leaf in origin.leaves], origin.manifest.saved_from
+        fits = placed(leaves, saved_from, mesh, 3 if stage is None else stage)
+        axes = idle(fits, saved_from, mesh)
+    return Inspection(origin, tuple(sorted(stale)), tuple(fits), axes)

@@ -67,9 +67,43 @@ def placed(leaves: Sequence[Made], saved_from: Mapping[str, Any], mesh: Mapping[
         raise ValueError(f"the mesh {dict(mesh)} has no data axis; wanted {wanted}.")
     if not 0 <= stage < len(STAGES):
         raise ValueError(f"stage {stage}; wanted 0, 1, 2 or 3.")
-    batch = {*data, *saved_from.get("data_axes", DATA), *saved_from.get("replica_axes", REPLICA)}
+    batch = {*data, *_batch(saved_from)}
     params = {leaf.shape for leaf in leaves if leaf.path[0] == "params"}
     return [_placed(leaf, saved_from, mesh, stage, data, batch, params) for leaf in leaves]
+
+
+def idle(where: Sequence[Placed], saved_from: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, str]:
+    """The axes of a mesh that cut no leaf there, and what that means.
+
+    Args:
+        where: What `placed` found.
+        saved_from: As for `placed`.
+        mesh: Likewise.
+    """
+    cut = {axis for one in where for axes in one.axes for axis in axes}
+    named = {axis for one in where for axes in one.leaf.spec or () for axis in axes}
+    known, batch = any(one.leaf.spec is not None for one in where), _batch(saved_from)
+    others = " and ".join(map(repr, sorted(named - batch - mesh.keys())))
+    found = {}
+    for axis in (axis for axis, size in mesh.items() if size > 1 and axis not in cut):
+        if axis in batch:
+            found[axis] = "cuts no leaf at this stage, and so all devices along it hold the same"
+        elif axis in named:
+            found[axis] = "would cut only leaves that it does not divide"
+        elif not known:
+            found[axis] = "is not known to cut a leaf: the checkpoint does not say which axes cut its leaves"
+        elif others:
+            found[axis] = f"cuts no leaf: where the checkpoint was saved they were cut over {others} and not over it"
+        else:
+            found[axis] = "cuts no leaf: where the checkpoint was saved no axis of a model cut any"
+        if axis not in batch | named:
+            found[axis] += ". All devices along it would hold the same; rules of `jzero.zero` that name it cut more"
+    return found
+
+
+def _batch(saved_from: Mapping[str, Any]) -> set[str]:
+    """The axes that divide a batch, as far as is known."""
+    return {*saved_from.get("data_axes", DATA), *saved_from.get("replica_axes", REPLICA)}
 
 
 def _placed(leaf: Made, saved_from, mesh, stage: int, data, batch, params) -> Placed:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jzero.checkpoint.inspection import Inspection, inspect
 from jzero.checkpoint.manifest import Entry
-from jzero.checkpoint.placing import Placed, precision_of
+from jzero.checkpoint.placing import precision_of
 from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import aligned, command, exits, mesh_and_stage, safe, size, title
 from jzero.cli.options import parsed
@@ -26,7 +26,7 @@ examples:
   jzero inspect run/checkpoints/1000 --json | jq '.leaves[] | select(.bytes > 1e9)'
 
 --fits says how many bytes each device would hold on that mesh, and which leaves do not divide there. Model axes cut the
-dims that they cut where the checkpoint was saved."""
+dims that they cut where the checkpoint was saved, and no others; of an axis that cuts nothing it says so."""
 
 
 def add(subparsers: Any) -> None:
@@ -69,15 +69,15 @@ def _lines(found: Inspection, mesh: Mapping[str, int] | None, stage: int | None)
     lines += [f"{safe(name)}: {kind}, not an array" for name, kind in found.origin.others.items()]
     lines.append("; ".join(f"{safe(part)} {size(count)}" for part, count in found.parts.items()))
     if mesh is not None:
-        lines += ["", *_fits(found.fits, mesh, 3 if stage is None else stage)]
+        lines += ["", *_fits(found, mesh, 3 if stage is None else stage)]
     if found.stale:
         lines += ["", "Of writes that were stopped, or still go on; the next save there removes jzero's:"]
         lines += [f"  {safe(str(path))}" for path in found.stale]
     return lines
 
 
-def _fits(fits: tuple[Placed, ...], mesh: Mapping[str, int], stage: int) -> list[str]:
-    by_part: dict[str, int] = {}
+def _fits(found: Inspection, mesh: Mapping[str, int], stage: int) -> list[str]:
+    fits, by_part = found.fits, {}
     for one in fits:
         by_part[one.leaf.path[0]] = by_part.get(one.leaf.path[0], 0) + one.bytes
     rows = [(safe(part), size(count)) for part, count in by_part.items()]
@@ -86,9 +86,7 @@ def _fits(fits: tuple[Placed, ...], mesh: Mapping[str, int], stage: int) -> list
     axes = " x ".join(f"{name} {count}" for name, count in mesh.items())
     lines = [f"On {axes} at stage {stage}, each of {math.prod(mesh.values())} devices holds between steps:"]
     lines += [f"  {line}" for line in aligned(rows, right=(1,))]
-    cut = {axis for one in fits for axes in one.axes for axis in axes}
-    for axis in (axis for axis, count in mesh.items() if count > 1 and axis not in cut):
-        lines.append(f"{axis!r} cuts no leaf, so that all devices along it hold the same.")
+    lines += [safe(f"{axis!r} {why}.") for axis, why in found.idle.items()]
     refused = [f"  {safe(one.leaf.name)} {one.leaf.shape}: {one.note}" for one in fits if one.refused]
     uneven = [f"  {safe(one.leaf.name)} {one.leaf.shape}: {one.note}" for one in fits if one.note and not one.refused]
     if refused:
@@ -167,6 +165,7 @@ def _plain(found: Inspection, mesh: Mapping[str, int] | None, stage: int | None)
             "stage": 3 if stage is None else stage,
             "bytes_per_device": sum(one.bytes for one in found.fits),
             "padding_per_device": sum(one.padding for one in found.fits),
+            "idle": dict(found.idle),
             "leaves": [
                 {
                     "path": list(one.leaf.path),
