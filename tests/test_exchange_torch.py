@@ -105,6 +105,22 @@ def test_files_that_were_cut_short(saved, tmp_path, capsys):
     assert "optim_states.pt cannot be read as torch.save writes files" in capsys.readouterr().err
 
 
+def test_a_changed_pickle_is_refused(saved, tmp_path):
+    """By the CRC-32 that the archive has of it."""
+    folder, random = copied(saved, tmp_path, "stage3_fp32"), np.random.default_rng(0)
+    file = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        [info] = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        begin = content.index(archive.read(info))
+    for at in random.integers(begin, begin + info.file_size, 30):
+        other = bytearray(content)
+        other[at] ^= 1 << random.integers(8)
+        file.write_bytes(other)
+        with pytest.raises(CorruptTensors, match="Bad CRC-32"):
+            find(folder)
+
+
 def torch_zip(file, data):
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("x/data.pkl", data)
