@@ -149,12 +149,13 @@ def test_bad_input(folder, capsys, options, message):
 @pytest.mark.parametrize(
     "command", ["estimate --params 1e9 --devices 8", "estimate --params 1e9 --devices 8 --json", "inspect c", "--help"]
 )
-def test_a_reader_that_has_gone(folder, monkeypatch, capsys, command):
-    """As `| head` has when it has seen enough."""
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_reader_that_has_gone(folder, monkeypatch, capsys, command, buffering):
+    """As `| head` has when it has seen enough: told at once, or when what is left in a buffer is written."""
     write_arrays(folder / "c", {("params", "w"): np.ones(3, np.float32)})
     read, write = os.pipe()
     os.close(read)
-    with open(write, "w") as pipe:
+    with open(write, "w", buffering) as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert main(command.split()) == 128 + signal.SIGPIPE
         pipe.write("more")  # as Python does when it ends

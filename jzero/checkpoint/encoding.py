@@ -118,7 +118,7 @@ def _to_odd(array: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):
         near = array.astype(np.float32)
     back = near.astype(np.float64)
-    between = (back != array) & ~np.isnan(array)
+    between = back != array
     # Of numbers with the same sign the bits are in the order of their size: one less is the next towards zero.
     towards = near.view(np.uint32) - (between & (np.abs(back) > np.abs(array)))
     return (towards | between).view(np.float32)
