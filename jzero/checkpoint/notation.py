@@ -36,15 +36,12 @@ def sides(text: str, wanted: str) -> Sides:
     Raises:
         ValueError: Another form.
     """
-    left, *right = separated(text, "=")
-    right, *dim = separated("=".join(right), "@")
-    if not left or not right or len(separated(left, "@")) > 1 or len(separated(right, "=")) > 1:
-        raise unfit(text, wanted)
+    left, *others = separated(text, "=")
+    right, *dim = separated(others[0], "@") if len(others) == 1 else [""]
     pairs = [separated(one.strip(), ":") for one in separated(right, ",")]
     sizes = [size for _, *rest in pairs for size in rest]
-    if len(dim) > 1 or not all(re.fullmatch(r"-?\d+", one) for one in dim):
-        raise unfit(text, wanted)
-    if not all(len(one) <= 2 for one in pairs) or not all(re.fullmatch(r"\d+", size) for size in sizes):
+    whole = left and right and len(separated(left, "@")) == 1 and len(dim) <= 1 and all(len(one) <= 2 for one in pairs)
+    if not whole or not all(re.fullmatch(r"-?\d+", one) for one in dim) or not all(map(str.isdecimal, sizes)):
         raise unfit(text, wanted)
     return Sides(
         tuple(Pattern(one.strip()) for one in separated(left, ",")),
