@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box, filesize
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jzero.plain import add_row
+from jzero.wording import few, size
 
 if TYPE_CHECKING:
     from jzero.audit import Audit
@@ -42,11 +43,6 @@ def tables(report: Audit) -> RenderableType:
     for one in report.broken:
         parts.append(Text(f"BROKEN, {one.subject}: {one.message}", style="red"))
     return Group(*parts)
-
-
-def size(number: float) -> str:
-    """Bytes in a unit that fits, as in "1.2 MB"."""
-    return filesize.decimal(round(number))
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -81,13 +77,9 @@ def _reasons(report: Audit) -> Iterable[Text]:
     for (what, reason), some in groups.items():
         apart = sum(one.bytes - one.promised for one in some)
         names = [one.leaf for one in some if one.leaf]
-        shown = f" ({_listed(names)})" if names else ""
+        shown = f" ({few(names)})" if names else ""
         change = f"{size(abs(apart))} {'more' if apart > 0 else 'less'}, " if apart else ""
         yield Text(f"  {what}: {change}{reason}{shown}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _axes(report: Audit) -> Text:
@@ -112,7 +104,7 @@ def _partitioner(report: Audit) -> Table:
         rows, names = [row for _, row in found], list(dict.fromkeys(name for name, _ in found))
         count = f"{sum(row.count for row in rows)}{'' if all(row.exact for row in rows) else ' or more'}"
         sizes = size(sum(row.bytes for row in rows)), size(sum(row.wire_bytes for row in rows))
-        add_row(table, kind, ", ".join(axes) or "?", dtype, count, *sizes, _listed(names))
+        add_row(table, kind, ", ".join(axes) or "?", dtype, count, *sizes, few(names))
     return table
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from jzero.padding import is_concrete
+from jzero.wording import few
 
 if TYPE_CHECKING:
     from jzero.layout import Layout
@@ -32,7 +33,7 @@ def check_structure(what: str, tree: Any, treedef: PyTreeDef, way_out: str = "")
     has = [keystr(path) for path, _ in named]
     wants = [keystr(path) for path, _ in tree_flatten_with_path(treedef.unflatten(range(treedef.num_leaves)))[0]]
     sides = (("missing", sorted(set(wants) - set(has))), ("not expected", sorted(set(has) - set(wants))))
-    parts = [f"{side} {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}" for side, paths in sides if paths]
+    parts = [f"{side} {few(paths)}" for side, paths in sides if paths]
     detail = "; ".join(parts) or f"the same leaves in other containers: got {came}, wanted {treedef}"
     raise ValueError(
         f"{what} has another structure than wanted ({len(has)} leaves, wanted {len(wants)}): {detail}. "

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jzero.buffers import tidy
 from jzero.plain import add_row
+from jzero.wording import few, size, time
 
 if TYPE_CHECKING:
     from jzero.buffers import Buffer
@@ -53,40 +54,13 @@ def tables(report: Preflight) -> RenderableType:
     return Group(*parts)
 
 
-def size(count: float) -> str:
-    """Bytes for reading: GB, or what is smaller.
-
-    Example:
-        >>> size(7.5e9), size(1_250_000), size(12)
-        ('7.50 GB', '1.25 MB', '12 B')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:,.{2 if count < 100 * unit else 0}f} {name}"
-    return f"{count:.0f} B"
-
-
-def time(seconds: float) -> str:
-    """Seconds for reading.
-
-    Example:
-        >>> time(1.5), time(0.0123), time(4.2e-6), time(0)
-        ('1.50 s', '12.30 ms', '4.2 us', '0')
-    """
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.2f} ms"
-    return f"{seconds * 1e6:.1f} us" if seconds else "0"
-
-
 def leaves(window: Window, count: int = 2) -> str:
     """Which leaves a collective is for, the first few; of what is no leaf's, where it stands in the program."""
     if not window.purpose and not any(piece.leaf for piece in window.pieces):
         return tidy(window.where) or UNNAMED
     found = [piece.leaf or "x".join(map(str, piece.shape)) or "scalar" for piece in window.pieces]
     named = list(dict.fromkeys(path for paths in found for path in paths.split(" + ")))
-    return ", ".join(named[:count]) + (f" + {len(named) - count} more" if len(named) > count else "")
+    return few(named, count)
 
 
 def _table(title: str, *columns: str, right: Iterable[str] = (), folds: str = "") -> Table:
@@ -138,7 +112,7 @@ def _buffers(report: Preflight) -> Table:
 def _donation(report: Preflight) -> Text:
     if not report.not_donated:
         return Text("Donation: the new state is written over the old one, every leaf of it.")
-    names = ", ".join(report.not_donated[:6]) + (" and more" if len(report.not_donated) > 6 else "")
+    names = few(report.not_donated, 6)
     return Text(f"Donation: {len(report.not_donated)} leaves of the state are not written over: {names}", style="red")
 
 
@@ -194,8 +168,7 @@ def _reasons(report: Preflight) -> list[Text]:
     reasons = []
     for reason, paths in found.items():
         named = [path for path in paths if path]
-        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-        reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
+        reasons.append(reason + (f" ({few(named)})" if named else ""))
     reasons += [why for group in groups(report.lines) if (why := of_xla(report, group))]
     return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
 
@@ -218,8 +191,7 @@ def of_xla(report: Preflight, group: Sequence[Line]) -> str:
         for one in report.sent
         if (one.window.kind, one.window.axes) == (kind, axes) and any(not piece.purpose for piece in one.window.pieces)
     } - {UNNAMED}
-    names = sorted(unnamed)[:3] + ["..."] * (len(unnamed) > 3)
-    of = f": {', '.join(names)}" if names else ""
+    of = f": {few(sorted(unnamed))}" if unnamed else ""
     if more > 0.5:
         return f"{which}: {size(more)} more than written, by the partitioner (norms, whole leaves, model shards){of}"
     if more < -0.5:
