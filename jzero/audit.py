@@ -41,7 +41,7 @@ class BrokenPromise(AssertionError):
 
 
 @dataclass(frozen=True)
-class Memory:
+class Planned:
     """Bytes on one device that XLA plans for the compiled step.
 
     Attributes:
@@ -82,7 +82,7 @@ class Audit:
     moved: tuple[Moved, ...]
     compiled: tuple[tuple[Origin, Collective], ...]
     held: tuple[Held, ...]
-    memory: Memory | None
+    memory: Planned | None
     broken: tuple[Broken, ...]
 
     @property
@@ -233,11 +233,11 @@ def audit(step: TrainStep, state: Any, batch: Any) -> Audit:
     )
 
 
-def _memory(compiled: jax.stages.Compiled, layout: Layout) -> Memory | None:
+def _memory(compiled: jax.stages.Compiled, layout: Layout) -> Planned | None:
     found: Any = compiled.memory_analysis()
     if found is None:
         return None
-    return Memory(
+    return Planned(
         arguments=found.argument_size_in_bytes,
         donated=found.alias_size_in_bytes,
         outputs=found.output_size_in_bytes,
@@ -283,7 +283,7 @@ _MEANT = (
 )
 
 
-def _of_arguments(memory: Memory | None, expected: int) -> Iterator[Broken]:
+def _of_arguments(memory: Planned | None, expected: int) -> Iterator[Broken]:
     if memory is not None and memory.arguments != expected:
         yield Broken(
             "memory",

@@ -21,7 +21,7 @@ from jzero.flops import convolutions
 from jzero.held import Argument, arguments, broken_donation, not_donated
 from jzero.layout import Layout
 from jzero.links import Link, link_of
-from jzero.preflight_report import Bound, Memory, Preflight, Sent
+from jzero.preflight_report import Bound, Preflight, Room, Sent
 from jzero.program import collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, broken_in, compare
 from jzero.rules import Leaf
@@ -213,9 +213,9 @@ def _reasons(target: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _memory(compiled: jax.stages.Compiled, device: Device) -> Memory:
+def _memory(compiled: jax.stages.Compiled, device: Device) -> Room:
     found: Any = compiled.memory_analysis()
-    return Memory(
+    return Room(
         arguments=found.argument_size_in_bytes,
         outputs=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
@@ -256,7 +256,7 @@ def _bound(timeline: Timeline, device: Device) -> Bound:
     return Bound(timeline.seconds, timeline.compute, tuple(timeline.links.items()), total, model, peak)
 
 
-def _of_memory(memory: Memory) -> Iterator[Broken]:
+def _of_memory(memory: Room) -> Iterator[Broken]:
     if not memory.fits:
         yield Broken(
             "memory",
@@ -271,7 +271,7 @@ def _of_optimizer(found: Sequence[Broken]) -> Iterator[str]:
 
 
 def _notes(
-    memory: Memory,
+    memory: Room,
     program: hlo.Program,
     found: tuple[Buffer, ...] | None,
     device: Device,

@@ -19,8 +19,8 @@ from jzero.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one device while the step runs.
+class Room:
+    """Bytes that the step takes on one device while it runs, and that the device has.
 
     Attributes:
         arguments: The state and the batch.
@@ -152,7 +152,7 @@ class Preflight:
     stage: Stage
     microbatches: int
     jax: str
-    memory: Memory
+    memory: Room
     held: tuple[Buffer, ...]
     temporaries: tuple[Buffer, ...] | None
     not_donated: tuple[str, ...]
