@@ -17,10 +17,11 @@ from jzero.layout import Layout
 from jzero.memory import gradient_bytes
 from jzero.padding import is_concrete
 from jzero.plain import plain
-from jzero.program import Collective, Origin, Row, collectives_by_origin, compiled_collectives_by_origin
+from jzero.program import collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, Moved, broken_in, compare
 from jzero.stage import STAGES, Stage
 from jzero.step import TrainStep
+from jzero.tally import Collective, Origin, Row
 
 NUMBERS = 8
 """Single numbers for each leaf that norms, trust ratios and their like may exchange."""

@@ -12,9 +12,9 @@ from jzero.events import Events, Window
 from jzero.links import Link
 from jzero.plain import plain
 from jzero.preflight_tables import tables
-from jzero.program import wire_factor
 from jzero.promise import LEAVES, Broken, Moved
 from jzero.stage import STAGES, Stage
+from jzero.tally import wire_factor
 from jzero.timeline import Timeline
 
 

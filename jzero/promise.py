@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from jzero.collectives import wide
 from jzero.layout import Layout
-from jzero.program import Collective, Origin, wire_factor
 from jzero.rules import Leaf
 from jzero.run import Account
 from jzero.stream import reduces_in_backward
+from jzero.tally import Collective, Origin, wire_factor
 from jzero.traffic import pieces_of, traffic
 
 LEAVES = {
