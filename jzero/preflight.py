@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Mesh
 
 from jzero import hlo
-from jzero.audit import of_partitioner
 from jzero.buffers import DUMP, Buffer, temporaries
 from jzero.check import check_batch
 from jzero.devices import DEVICES, Device
@@ -21,6 +20,7 @@ from jzero.flops import convolutions
 from jzero.held import Argument, arguments, broken_donation, not_donated
 from jzero.layout import Layout
 from jzero.links import Link, link_of
+from jzero.partitioner import of_partitioner
 from jzero.preflight_report import Bound, Preflight, Room, Sent
 from jzero.program import collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, broken_in, compare

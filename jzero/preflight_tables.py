@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jzero.buffers import tidy
-from jzero.plain import add_row
-from jzero.wording import few, size, time
+from jzero.plain import add_row, table
+from jzero.wording import dtypes, few, size, time
 
 if TYPE_CHECKING:
     from jzero.buffers import Buffer
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 UNNAMED = "without a name"
 LARGEST = 8
 """Buffers of each kind that are listed."""
-SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def tables(report: Preflight) -> RenderableType:
@@ -63,39 +61,29 @@ def leaves(window: Window, count: int = 2) -> str:
     return few(named, count)
 
 
-def _table(title: str, *columns: str, right: Iterable[str] = (), folds: str = "") -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
-    )
-    for name in columns:
-        justify = "right" if name in right else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=bool(folds) and name != folds)
-    return table
-
-
 def _memory(report: Preflight) -> Table:
     found = report.memory
-    table = _table("Memory", "", "size", "what", right=["size"])
-    add_row(table, "arguments", size(found.arguments), "state and batch")
-    add_row(table, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
-    add_row(table, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
+    made = table("", "size", "what", right=["size"], title="Memory")
+    add_row(made, "arguments", size(found.arguments), "state and batch")
+    add_row(made, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
+    add_row(made, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
     verdict = "fits" if found.fits else "DOES NOT FIT"
     share = f"{found.peak / found.limit:.0%} of {size(found.limit)}: {verdict}"
-    add_row(table, "peak", size(found.peak), share, style="bold")
-    return table
+    add_row(made, "peak", size(found.peak), share, style="bold")
+    return made
 
 
 def _buffers(report: Preflight) -> Table:
-    table = _table("Largest buffers", "name", "kind", "dtype", "shape", "size", right=["size"], folds="name")
+    made = table("name", "kind", "dtype", "shape", "size", right=["size"], folds="name", title="Largest buffers")
 
     def rows(found: Sequence[Buffer]) -> None:
         for one in found[:LARGEST]:
             name = one.name + (f" in {one.where}" if one.where else "")
             shape = "x".join(map(str, one.shape))
-            add_row(table, name, one.kind, SHORT.get(one.dtype, one.dtype), shape, size(one.bytes))
+            add_row(made, name, one.kind, dtypes([one.dtype]), shape, size(one.bytes))
         if rest := found[LARGEST:]:
             add_row(
-                table,
+                made,
                 f"{len(rest)} more",
                 rest[0].kind if len({x.kind for x in rest}) == 1 else "",
                 "",
@@ -104,9 +92,9 @@ def _buffers(report: Preflight) -> Table:
             )
 
     rows(report.held)
-    table.add_section()
+    made.add_section()
     rows(report.temporaries or ())
-    return table
+    return made
 
 
 def _donation(report: Preflight) -> Text:
@@ -120,43 +108,36 @@ def _collectives(rows: Sequence[Sent]) -> Table:
     loop, runs = rows[0].window.loop, rows[0].window.passes
     where = "outside of loops" if not loop else f"in loop {'.'.join(map(str, loop))}, {runs} times"
     numbers = ("size", "beside", "time", "waits")
-    table = _table(
-        f"Collectives {where}", "collective", "over", "for", "leaves", "dtype", *numbers, right=numbers, folds="leaves"
-    )
+    names = ("collective", "over", "for", "leaves", "dtype", *numbers)
+    made = table(*names, right=numbers, folds="leaves", title=f"Collectives {where}")
     for one in rows:
         window = one.window
-        dtypes = "/".join(dict.fromkeys(SHORT.get(piece.dtype, piece.dtype) for piece in window.pieces))
         beside = f"{window.matmuls} matmul{'s' * (window.matmuls != 1)}" if window.asynchronous else "sync"
         add_row(
-            table,
+            made,
             window.kind,
             ", ".join(window.axes) or "?",
             window.purpose or "other",
             leaves(window),
-            dtypes,
+            dtypes(piece.dtype for piece in window.pieces),
             size(window.bytes),
             beside,
             time(one.seconds),
             time(one.waits),
         )
-    return table
+    return made
 
 
 def _wire(report: Preflight) -> Table:
     numbers = ("theory", "written", "compiled")
-    table = _table(
-        "Sent by each device",
-        *("what", "collective", "over", *numbers),
-        right=numbers,
-        folds="what",
-    )
+    made = table("what", "collective", "over", *numbers, right=numbers, folds="what", title="Sent by each device")
     for one in report.lines:
         sizes = [size(x) if x else "-" for x in (one.theory, one.program, one.compiled)]
-        add_row(table, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
-    table.add_section()
+        add_row(made, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
+    made.add_section()
     sums = [sum(getattr(one, name) for one in report.lines) for name in ("theory", "program", "compiled")]
-    add_row(table, "all", "", "", *map(size, sums), style="bold")
-    return table
+    add_row(made, "all", "", "", *map(size, sums), style="bold")
+    return made
 
 
 def _reasons(report: Preflight) -> list[Text]:

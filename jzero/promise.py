@@ -31,12 +31,16 @@ LEAVES = {
 """What the ledger calls the purposes of the collectives that jzero runs on a leaf."""
 
 
+WHOLE_STEP = ("loss", "partitioner", "donation", "memory")
+"""What is promised of a step as a whole, and not of a leaf."""
+
+
 @dataclass(frozen=True)
 class Broken:
     """A promise that is not kept.
 
     Attributes:
-        subject: Path of the leaf, or "loss", "partitioner", "donation", "memory".
+        subject: Path of the leaf or name of the argument, or one of `WHOLE_STEP`.
         message: What was promised, what the program does, and what to do about it.
     """
 

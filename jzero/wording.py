@@ -1,4 +1,4 @@
-"""How messages and tables say what is long: the first few of many names, bytes, seconds."""
+"""How messages and tables say what is long: the first few of many names, dtypes, bytes, seconds."""
 
 from collections.abc import Iterable
 
@@ -13,6 +13,20 @@ def few(names: Iterable[str], shown: int = 3, of: int | None = None) -> str:
     names = list(names)
     left = (len(names) if of is None else of) - shown
     return ", ".join(names[:shown]) + (f" and {left} more" if left > 0 else "")
+
+
+SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""Dtypes as the precisions of jzero call them."""
+
+
+def dtypes(names: Iterable[str]) -> str:
+    """The dtypes that there are among some.
+
+    Example:
+        >>> dtypes(["float32", "bfloat16", "float32", "int8"])
+        'fp32/bf16/int8'
+    """
+    return "/".join(dict.fromkeys(SHORT.get(name, name) for name in names))
 
 
 def size(count: float) -> str:
