@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import math
-import os
 from collections import Counter
 from typing import Any
 
@@ -26,8 +25,8 @@ from jzero.plain import plain
 from jzero.program import Collective, Origin, collectives_by_origin
 from jzero.promise import broken_in, compare
 from jzero.state import compile_init, state_shardings
-from jzero.targets import has_pjrt, target_mesh
-from tests import models
+from jzero.targets import target_mesh
+from tests import gpus, models
 from tests.models import STAGES, L
 from tests.precision_model import elements_per_model_shard
 from tests.precision_model import init_params as precise_params
@@ -454,10 +453,7 @@ def test_arrays_that_xla_has_packed_under_no_name():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-)
+@gpus.compiles
 @pytest.mark.parametrize(
     ("stage", "axes"), [(0, MESHES[1]), (1, MESHES[2]), (2, MESHES[2]), (3, MESHES[0]), (3, MESHES[1])], ids=str
 )

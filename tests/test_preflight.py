@@ -5,7 +5,6 @@ No GPU is needed, but for most of this what compiles for them: pip install -e ".
 
 import functools
 import json
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,18 +27,11 @@ from jzero.preflight_tables import groups, of_xla
 from jzero.schedule_plot import block_schedule
 from jzero.targets import has_pjrt, target_mesh
 from jzero.timeline import Span
-
-compiles = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-        reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-    ),
-]
+from tests import gpus
 
 
 def for_gpus(test):
-    return functools.reduce(lambda test, mark: mark(test), compiles, test)
+    return pytest.mark.slow(gpus.compiles(test))
 
 
 LAYERS, WIDTH, TOKENS = 6, 256, 64
