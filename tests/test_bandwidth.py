@@ -289,6 +289,7 @@ def test_a_range_is_rounded_up_to_what_the_axis_divides(capsys):
         (["--dtype", "float64"], "invalid choice: 'float64'"),
         (["--collective", "broadcast"], "invalid choice: 'broadcast'"),
         (["--repeats", "0"], "--repeats 0; wanted 1 or more"),
+        (["--mesh", "devices=8"], "--mesh: no mesh axis can be named 'devices'"),
         (["--link", "450"], "'450'; wanted a speed, as 450GB/s"),
         (["--plot", "busbw.xyz"], "busbw.xyz: cannot write .xyz; "),
         (["--plot", "/nowhere/busbw.png"], "No such file or directory: '/nowhere/busbw.png'"),
