@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+from jax.tree_util import PyTreeDef, keystr
 
 from jzero.check import check_batch, check_structure
 from jzero.follow import followers
@@ -192,12 +192,8 @@ class Layout:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
     def _opt_leaves(self, tx, default_dtype):  # float64 under x64, where a state has other dtypes
-        abstract = self.trainable_treedef.unflatten(
-            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtypes.update) for leaf in self.trainable]
-        )
         cut = functools.partial(place, shards=self.shards, min_shard_size=self.min_shard_size, sizes=self.mesh.shape)
-        named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
-        return treedef, tuple(followers(named, self.trainable, cut, self.precision))
+        return followers(tx, self.trainable_treedef, self.trainable, cut, self.precision)
 
     def put_batch(self, batch: Any) -> Any:
         """Places a batch on the mesh, each leaf cut along its first dim over `batch_axes`.
@@ -230,16 +226,13 @@ class Layout:
 
         return jax.tree.map(put, batch)
 
-    def _leaves_of(self, tree: Any, tx: optax.GradientTransformation | None) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
-        """The leaves that `tree` should have: those of the state of `tx`, of all params, or of the trainable ones."""
-        if tx is not None:
-            return self.opt_leaves(tx)
-        if jax.tree.structure(tree) == self.trainable_treedef:
-            return self.trainable_treedef, self.trainable
-        return self.treedef, self.leaves
-
     def _map(self, what: str, tree: Any, tx: Any, f: Callable[[str, Any, Leaf], Any]) -> Any:
-        treedef, leaves = self._leaves_of(tree, tx)
+        """Maps over what `tree` should be: a state of `tx`, all params, or the trainable ones."""
+        treedef, leaves = self.treedef, self.leaves
+        if tx is not None:
+            treedef, leaves = self.opt_leaves(tx)
+        elif jax.tree.structure(tree) == self.trainable_treedef:
+            treedef, leaves = self.trainable_treedef, self.trainable
         named = check_structure(what, tree, treedef)
         return treedef.unflatten([f(keystr(path), x, leaf) for (path, x), leaf in zip(named, leaves, strict=True)])
 

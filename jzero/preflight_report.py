@@ -6,13 +6,14 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from jzero.accounts import LEAVES
 from jzero.buffers import Buffer
 from jzero.devices import Device
 from jzero.events import Events, Window
 from jzero.links import Link
 from jzero.plain import plain
 from jzero.preflight_tables import tables
-from jzero.promise import LEAVES, Broken, Moved
+from jzero.promise import Broken, Moved
 from jzero.stage import STAGES, Stage
 from jzero.tally import wire_factor
 from jzero.timeline import Timeline
