@@ -139,7 +139,7 @@ def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes:
             )
         by_length.setdefault(np.shape(leaf)[0], []).append(f"batch{keystr(path)}")
     if len(by_length) > 1:
-        said = [f"{n} in {', '.join(names[:3])}{' and more' * (len(names) > 3)}" for n, names in by_length.items()]
+        said = [f"{n} in {few(names)}" for n, names in by_length.items()]
         raise ValueError(
             f"batch has leaves with different numbers of examples, which the first dim counts: {'; '.join(said)}. Give "
             f"each as many, and close over what does not belong to single examples in loss_fn."

@@ -7,9 +7,9 @@ import pytest
 from jzero.targets import has_pjrt
 
 COMPILER = 'needs what compiles for GPUs: pip install -e ".[preflight]"'
+HERE = f"{COMPILER}, and JAX_PLATFORMS=cpu"
+can_compile_here = has_pjrt() and os.environ.get("JAX_PLATFORMS") == "cpu"
+"""Whether this process can: jax must not look for real GPUs in it."""
+
 needs_compiler = pytest.mark.skipif(not has_pjrt(), reason=COMPILER)
-"""For tests that compile in a process of their own, or that look at nothing that jax has started."""
-compiles = pytest.mark.skipif(
-    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu", reason=f"{COMPILER}, and JAX_PLATFORMS=cpu"
-)
-"""For tests that compile in this process, where jax must not look for real GPUs."""
+compiles = pytest.mark.skipif(not can_compile_here, reason=HERE)
