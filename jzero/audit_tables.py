@@ -50,7 +50,7 @@ def tables(report: Audit) -> RenderableType:
 
 def _moved(report: Audit) -> Table:
     right = ("runs", "promised", "program")
-    made = table("moved for", "collective", "over", "dtype", *right, right=right, folds="moved for")
+    made = table("moved for", "collective", "over", "dtype", *right, right=right, folds=["moved for"])
     groups: dict[tuple[str, str, tuple[str, ...]], list] = {}
     for one in report.moved:
         name = f"the loss itself: {one.leaf}" if one.what == "loss" else one.what
@@ -97,7 +97,7 @@ def _axes(report: Audit) -> RenderableType:
 def _partitioner(report: Audit) -> Iterable[RenderableType]:
     right = ("runs", "bytes", "on the wire")
     by = "by the partitioner or unnamed" if any(o.purpose == "unnamed" for o, _ in report.compiled) else _ADDED
-    made = table(f"{by}, compiled", "over", "dtype", *right, right=right, folds=f"{by}, compiled")
+    made = table(f"{by}, compiled", "over", "dtype", *right, right=right, folds=[f"{by}, compiled"])
     groups: dict[tuple[str, tuple[str, ...], str], list] = {}
     for origin, row in report.compiled:
         if origin.purpose in BESIDE:
@@ -115,7 +115,7 @@ def _partitioner(report: Audit) -> Iterable[RenderableType]:
 
 def _held(report: Audit) -> Iterable[RenderableType]:
     right = ("formula", "promised", "program", "live")
-    made = table("held", *right, right=right, folds="held")
+    made = table("held", *right, right=right, folds=["held"])
     for one in report.held:
         live = "-" if one.live is None else f"{one.live:,}"
         add_row(made, one.what, f"{one.formula:,.0f}", f"{one.promised:,}", f"{one.compiled:,}", live)

@@ -1,7 +1,7 @@
 """Rich's tables as plain text: the same in a terminal, in a file and in a notebook."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -20,20 +20,20 @@ def plain(shown: RenderableType, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
-def table(*columns: str, right: Iterable[str] = (), folds: str = "", title: str = "") -> Table:
-    """An empty table with room for as much as a line holds. Where that is too little, one column folds, or any.
+def table(*columns: str, right: Iterable[str] = (), folds: Collection[str] = (), title: str = "") -> Table:
+    """An empty table with room for as much as a line holds. Where that is too little, columns fold.
 
     Args:
         *columns: Their names.
         right: Those of numbers.
-        folds: The one that folds; all if empty.
+        folds: Those that fold; all if empty.
         title: What stands above.
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), title=title or None)
     made.title_justify = "left"
     for name in columns:
         justify = "right" if name in right else "left"
-        made.add_column(name, justify=justify, overflow="fold", no_wrap=bool(folds) and name != folds)
+        made.add_column(name, justify=justify, overflow="fold", no_wrap=bool(folds) and name not in folds)
     return made
 
 

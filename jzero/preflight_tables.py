@@ -74,7 +74,7 @@ def _memory(report: Preflight) -> Table:
 
 
 def _buffers(report: Preflight) -> Table:
-    made = table("name", "kind", "dtype", "shape", "size", right=["size"], folds="name", title="Largest buffers")
+    made = table("name", "kind", "dtype", "shape", "size", right=["size"], folds=["name"], title="Largest buffers")
 
     def rows(found: Sequence[Buffer]) -> None:
         for one in found[:LARGEST]:
@@ -109,7 +109,7 @@ def _collectives(rows: Sequence[Sent]) -> Table:
     where = "outside of loops" if not loop else f"in loop {'.'.join(map(str, loop))}, {runs} times"
     numbers = ("size", "beside", "time", "waits")
     names = ("collective", "over", "for", "leaves", "dtype", *numbers)
-    made = table(*names, right=numbers, folds="leaves", title=f"Collectives {where}")
+    made = table(*names, right=numbers, folds=["leaves"], title=f"Collectives {where}")
     for one in rows:
         window = one.window
         beside = f"{window.matmuls} matmul{'s' * (window.matmuls != 1)}" if window.asynchronous else "sync"
@@ -130,7 +130,7 @@ def _collectives(rows: Sequence[Sent]) -> Table:
 
 def _wire(report: Preflight) -> Table:
     numbers = ("theory", "written", "compiled")
-    made = table("what", "collective", "over", *numbers, right=numbers, folds="what", title="Sent by each device")
+    made = table("what", "collective", "over", *numbers, right=numbers, folds=["what"], title="Sent by each device")
     for one in report.lines:
         sizes = [size(x) if x else "-" for x in (one.theory, one.program, one.compiled)]
         add_row(made, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
