@@ -1,10 +1,8 @@
 """`audit`: what the program of a training step does on this machine, against what was promised."""
 
 import dataclasses
-import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,16 +14,14 @@ from jzero.held import Held, abstract, arguments, broken_donation, held, not_don
 from jzero.layout import Layout
 from jzero.memory import gradient_bytes
 from jzero.padding import is_concrete
+from jzero.partitioner import of_partitioner
 from jzero.plain import plain
-from jzero.program import Collective, Origin, Row, collectives_by_origin, compiled_collectives_by_origin
-from jzero.promise import Broken, Moved, broken_in, compare
+from jzero.program import collectives_by_origin, compiled_collectives_by_origin
+from jzero.promise import WHOLE_STEP, Broken, Moved, broken_in, compare
 from jzero.stage import STAGES, Stage
 from jzero.step import TrainStep
-
-NUMBERS = 8
-"""Single numbers for each leaf that norms, trust ratios and their like may exchange."""
-
-Key = tuple[str, tuple[str, ...]]  # kind, axes
+from jzero.tally import Collective, Origin
+from jzero.wording import few
 
 
 class BrokenPromise(AssertionError):
@@ -41,7 +37,7 @@ class BrokenPromise(AssertionError):
 
 
 @dataclass(frozen=True)
-class Memory:
+class Planned:
     """Bytes on one device that XLA plans for the compiled step.
 
     Attributes:
@@ -74,6 +70,8 @@ class Audit:
         held: What a device holds between steps, and the batch: by theory, in the program, and on live arrays.
         memory: What XLA plans; None where the backend does not say.
         broken: The promises that are not kept.
+        subjects: What promises are made of: paths of leaves and names of other arguments, "loss", "partitioner",
+            "donation", "memory".
     """
 
     stage: Stage
@@ -82,8 +80,9 @@ class Audit:
     moved: tuple[Moved, ...]
     compiled: tuple[tuple[Origin, Collective], ...]
     held: tuple[Held, ...]
-    memory: Memory | None
+    memory: Planned | None
     broken: tuple[Broken, ...]
+    subjects: tuple[str, ...] = field(repr=False)
 
     @property
     def number(self) -> int | None:
@@ -119,10 +118,17 @@ class Audit:
 
         Raises:
             BrokenPromise: An `AssertionError` that names leaf and axis.
+            ValueError: A pattern matches nothing that a promise is made of.
             TypeError: `allow` is a string.
         """
         if isinstance(allow, str):
             raise TypeError(f"check: allow={allow!r}; wanted a list of patterns, such as [{allow!r}].")
+        for pattern in allow:
+            if not any(fnmatchcase(subject, pattern) for subject in self.subjects):
+                raise ValueError(
+                    f"check: allow has a pattern {pattern!r} that matches nothing; promises are made of "
+                    f"{few(map(repr, self.subjects), 8)}."
+                )
         left = [one for one in self.broken if not any(fnmatchcase(one.subject, pattern) for pattern in allow)]
         if left:
             raise BrokenPromise(left)
@@ -230,14 +236,15 @@ def audit(step: TrainStep, state: Any, batch: Any) -> Audit:
             *_of_arguments(memory, sum(one.compiled for one in lines)),
             *broken_donation(not_donated(ins, compiled)),
         ),
+        subjects=tuple(dict.fromkeys((*WHOLE_STEP, *(one.subject for one in ins)))),
     )
 
 
-def _memory(compiled: jax.stages.Compiled, layout: Layout) -> Memory | None:
+def _memory(compiled: jax.stages.Compiled, layout: Layout) -> Planned | None:
     found: Any = compiled.memory_analysis()
     if found is None:
         return None
-    return Memory(
+    return Planned(
         arguments=found.argument_size_in_bytes,
         donated=found.alias_size_in_bytes,
         outputs=found.output_size_in_bytes,
@@ -246,44 +253,7 @@ def _memory(compiled: jax.stages.Compiled, layout: Layout) -> Memory | None:
     )
 
 
-def of_partitioner(compiled: Sequence[Row], lowered: Sequence[Row], layout: Layout) -> Iterator[Broken]:
-    """What the partitioner exchanges over the batch axes beside single numbers, which norms are.
-
-    XLA:GPU packs several arrays into one, which then has no name. Of these it is what is more than jzero and the loss
-    wrote down, beyond a few numbers for each leaf.
-    """
-    unnamed, named, written = Counter[Key](), Counter[Key](), Counter[Key]()
-    for origin, row in compiled:
-        if not set(row.axes) & set(layout.batch_axes):
-            continue
-        if origin.purpose == "partitioner" and math.prod(row.shape) > 1:
-            yield Broken(
-                "partitioner",
-                f"the partitioner has put {row.count} {row.kind} of {row.dtype}{list(row.shape)} over "
-                f"{', '.join(row.axes)} into the program, for {origin.name or 'what has no name'}. {_MEANT}",
-            )
-        if origin.purpose != "partitioner":
-            counts = unnamed if origin.purpose == "unnamed" else named
-            counts[row.kind, row.axes] += row.count * math.prod(row.shape)
-    for _, row in lowered:
-        written[row.kind, row.axes] += row.count * math.prod(row.shape)
-    for (kind, axes), elements in unnamed.items():
-        more = elements - max(0, written[kind, axes] - named[kind, axes])
-        if more > NUMBERS * len(layout.leaves):
-            yield Broken(
-                "partitioner",
-                f"XLA has joined {kind}s over {', '.join(axes)} under no name, with {more:,} elements more than jzero "
-                f"and the loss wrote down: the partitioner has put them into the program. {_MEANT}",
-            )
-
-
-_MEANT = (
-    "If the optimizer computes over whole leaves (Muon, Adafactor), say check(allow=['partitioner']); else an array "
-    "has lost its placement there."
-)
-
-
-def _of_arguments(memory: Memory | None, expected: int) -> Iterator[Broken]:
+def _of_arguments(memory: Planned | None, expected: int) -> Iterator[Broken]:
     if memory is not None and memory.arguments != expected:
         yield Broken(
             "memory",

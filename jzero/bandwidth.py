@@ -27,8 +27,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.mesh import platform_of
-from jzero.program import Collective
 from jzero.sweep import Sweep, Timing
+from jzero.tally import Collective
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "permute")
 """The collectives that can be measured. A permute sends to the next device of the axis, around in a ring."""

@@ -11,8 +11,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jzero.layout import Layout, spec_of
-from jzero.rules import Leaf
+from jzero.layout import Layout
+from jzero.rules import Leaf, spec_of
 from jzero.stage import Placement
 
 

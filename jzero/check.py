@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from jzero.padding import is_concrete
+from jzero.wording import few
 
 if TYPE_CHECKING:
     from jzero.layout import Layout
@@ -32,7 +33,7 @@ def check_structure(what: str, tree: Any, treedef: PyTreeDef, way_out: str = "")
     has = [keystr(path) for path, _ in named]
     wants = [keystr(path) for path, _ in tree_flatten_with_path(treedef.unflatten(range(treedef.num_leaves)))[0]]
     sides = (("missing", sorted(set(wants) - set(has))), ("not expected", sorted(set(has) - set(wants))))
-    parts = [f"{side} {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}" for side, paths in sides if paths]
+    parts = [f"{side} {few(paths)}" for side, paths in sides if paths]
     detail = "; ".join(parts) or f"the same leaves in other containers: got {came}, wanted {treedef}"
     raise ValueError(
         f"{what} has another structure than wanted ({len(has)} leaves, wanted {len(wants)}): {detail}. "
@@ -138,7 +139,7 @@ def check_batch(batch: Any, layout: Layout, *, microbatches: int = 1, processes:
             )
         by_length.setdefault(np.shape(leaf)[0], []).append(f"batch{keystr(path)}")
     if len(by_length) > 1:
-        said = [f"{n} in {', '.join(names[:3])}{' and more' * (len(names) > 3)}" for n, names in by_length.items()]
+        said = [f"{n} in {few(names)}" for n, names in by_length.items()]
         raise ValueError(
             f"batch has leaves with different numbers of examples, which the first dim counts: {'; '.join(said)}. Give "
             f"each as many, and close over what does not belong to single examples in loss_fn."

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import scopes
-from jzero.layout import Layout, spec_of
+from jzero.layout import Layout
 from jzero.padding import pad, unpad
 from jzero.rounding import scaled
-from jzero.rules import Cut, Leaf, Model
+from jzero.rules import Cut, Leaf, Model, spec_of
 
 
 def wide(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import jax
 
 from jzero import hlo, scopes
 from jzero.flops import Matmul, Matmuls
+from jzero.groups import axes_by_groups, participants
 from jzero.layout import Layout
 from jzero.rules import Leaf
 
@@ -130,12 +131,7 @@ def events(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | None = None, layout: Layout | None = None
 ) -> Events:
     """Reads what a scheduled program multiplies and communicates, in order; arguments and errors as for `windows`."""
-    text = compiled.as_text() if hasattr(compiled, "as_text") else None
-    if not text or not text.startswith("HloModule"):
-        raise TypeError(
-            f"windows: wanted a compiled program, which jax.jit(f).lower(...).compile() returns; got "
-            f"{type(compiled).__name__}."
-        )
+    text = hlo.text_of("windows", compiled)
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("windows: XLA has not scheduled this program, so the order of its text says nothing.")
     mesh = layout.mesh if mesh is None and layout is not None else mesh
@@ -161,7 +157,7 @@ def _windows_of(found: Events) -> Iterator[Window]:
 
 def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | None) -> Events:
     """The same of the text of a program that has been read."""
-    by_groups = None if mesh is None else hlo.axes_by_groups(mesh, program.n_devices)
+    by_groups = None if mesh is None else axes_by_groups(mesh, program.n_devices)
     kernels = Matmuls(program)
     entered: dict[tuple[int, ...], int] = {}
 
@@ -170,11 +166,10 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
         for index, line in enumerate(lines):
             if line.opcode.endswith(("-done", "-update")):
                 yield from (Done(by) for by in line.operands if by in running)
-            elif found := collectives(name, line):
-                for one_name, one in found:
-                    started = window(one_name, one, name, lines[index:], loop, passes)
-                    yield Start(line.name, started)
-                    if started.asynchronous:
+            elif started := program.started(name, line):
+                for one in started:
+                    yield Start(line.name, window(one, name, lines[index:], loop, passes))
+                    if one.asynchronous:
                         running.add(line.name)
                     else:
                         yield Done(line.name)
@@ -191,19 +186,11 @@ def read(program: hlo.Program, mesh: jax.sharding.Mesh | None, layout: Layout | 
                 for called in line.called:
                     yield from inside(called, loop, passes)
 
-    def collectives(name: str, line: hlo.Instruction) -> list[tuple[str, hlo.Instruction]]:
-        """What starts here, with the computation that it stands in: a generic start calls one that holds it."""
-        if line.opcode == "async-start":
-            return [(called, one) for called in line.called for one in program.computations[called] if one.collective]
-        return [(name, line)] if line.collective else []
-
-    def window(name: str, line: hlo.Instruction, outer: str, after: list[hlo.Instruction], loop, passes) -> Window:
-        axes, group = hlo.participants(line.collective, program.groups(line), by_groups)
-        names = line.op_names or after[0].op_names
-        pieces = _pieces(program.exchanged(name, line), names, layout)
-        runs = after[0].opcode.endswith("-start") and not (after[0].is_sync or line.is_sync)
-        count, where = under(outer, after) if runs else 0, names[0] if names else ""
-        return Window(line.collective, pieces, axes, runs, count, loop, passes, group, where)
+    def window(one: hlo.Exchange, name: str, lines: list[hlo.Instruction], loop, passes) -> Window:
+        axes, group = participants(one.kind, one.groups, by_groups)
+        count, where = under(name, lines) if one.asynchronous else 0, one.names[0] if one.names else ""
+        pieces = _pieces(one.arrays, one.names, layout)
+        return Window(one.kind, pieces, axes, one.asynchronous, count, loop, passes, group, where)
 
     def under(name: str, lines: list[hlo.Instruction]) -> int:
         """Matmuls behind the first of these lines, up to where its result is waited for."""
@@ -231,8 +218,7 @@ def _pieces(arrays: list[tuple[str, tuple[int, ...]]], names: list[str], layout:
     if len(found) == len(arrays):
         return tuple(Piece(*array, *scope) for array, scope in zip(arrays, found, strict=True))
     own = [scope for scope in found if scope != ("", "")]
-    purposes = {purpose for purpose, _ in own} - {"sum"} or {purpose for purpose, _ in own}  # the loss goes along
-    purpose = purposes.pop() if len(purposes) == 1 else ""
+    purpose = scopes.common(purpose for purpose, _ in own)
     if len(arrays) == 1 and own:
         return (Piece(*arrays[0], purpose, " + ".join(leaf for _, leaf in own if leaf)),)
     return tuple(Piece(*array, purpose, _by_shape(array[1], layout)) for array in arrays)

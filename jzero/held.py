@@ -17,6 +17,7 @@ from jzero.memory import leaf_bytes, live_bytes
 from jzero.promise import Broken
 from jzero.rules import Leaf
 from jzero.stage import Placement
+from jzero.wording import few
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,12 @@ def broken_donation(lost: Sequence[Argument]) -> list[Broken]:
     """The broken promise, if there are any such arguments."""
     if not lost:
         return []
-    names = ", ".join(one.name for one in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
     return [
         Broken(
             "donation",
-            f"{names}: {sum(one.compiled for one in lost):,} bytes on each device are not donated, so that the old and "
-            f"the new state exist together. jzero.train_step donates its state; a jit of your own around it has to, "
-            f"with donate_argnums=0.",
+            f"{few(one.name for one in lost)}: {sum(one.compiled for one in lost):,} bytes on each device are not "
+            f"donated, so that the old and the new state exist together. jzero.train_step donates its state; a jit of "
+            f"your own around it has to, with donate_argnums=0.",
         )
     ]
 
@@ -175,11 +175,9 @@ def _reason(some: Sequence[Argument]) -> str:
             if one.leaf and one.promised != one.formula and (word == "whole") == (one.leaf.dim is None)
         ]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            reasons.append(f"{word}: {', '.join(names[:3])}{more}")
+            reasons.append(f"{word}: {few(names)}")
     if unused := [one.name for one in some if one.number is None]:
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        reasons.append(f"the program does not use {', '.join(unused[:3])}{more}")
+        reasons.append(f"the program does not use {few(unused)}")
     return "; ".join(reasons)
 
 

@@ -1,23 +1,17 @@
-"""Reads XLA's programs: trip counts of a lowered one, and the text of an optimised one.
+"""Reads the text of a compiled program, which is all that JAX gives of it.
 
-JAX gives the lowered program as MLIR operations, and the optimised one as text only. Of the text this reads who calls
-whom, how often loops run, which arrays come out, which devices talk to one another, and what jax called the operations,
-as XLA:CPU and XLA:GPU write it in jax 0.10 and 0.12.
+Who calls whom, how often loops run, which arrays come out, which devices talk to one another, and what jax called the
+operations, as XLA:CPU and XLA:GPU write it in jax 0.10 and 0.12.
 """
 
 import dataclasses
 import functools
-import itertools
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.extend.mlir import ir
 
-Groups = Sequence[Sequence[int]]  # devices that talk to one another, as positions in the program's device order
-AxesByGroups = dict[frozenset[frozenset[int]], tuple[str, ...]]
+from jzero.groups import Groups, mesh_groups
 
 COLLECTIVES = (
     "all-gather",
@@ -91,6 +85,25 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A collective where it starts.
+
+    Attributes:
+        kind: One of `COLLECTIVES`.
+        arrays: Dtypes and shapes of the whole arrays.
+        groups: As `Program.groups` has them.
+        names: What jax calls it: a name for each array, or one for several; or none.
+        asynchronous: Whether other work may run until it is done.
+    """
+
+    kind: str
+    arrays: list[tuple[str, tuple[int, ...]]]
+    groups: Groups
+    names: list[str]
+    asynchronous: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A program as its text has it.
 
@@ -152,6 +165,33 @@ class Program:
             return [(dtype, (len(operands), *s)) for dtype, s in operands[:1]]
         return operands
 
+    def started(self, computation: str, line: Instruction) -> list[Exchange]:
+        """The collectives that an instruction is or starts; a generic start calls a computation that holds one."""
+        found = [(computation, line)] if line.collective else []
+        if line.opcode == "async-start":
+            found = [(name, one) for name in line.called for one in self.computations[name] if one.collective]
+        return [
+            Exchange(
+                one.collective,
+                self.exchanged(name, one),
+                self.groups(one),
+                one.op_names or line.op_names,  # what such a computation is called stands where it starts
+                line.opcode.endswith("-start") and not (line.is_sync or one.is_sync),
+            )
+            for name, one in found
+        ]
+
+
+def text_of(what: str, compiled: Any, way_out: str = "") -> str:
+    """The text of a compiled program; raises a TypeError if it is none."""
+    text = compiled.as_text() if hasattr(compiled, "as_text") else None
+    if not text or not text.startswith("HloModule"):
+        raise TypeError(
+            f"{what}: wanted a compiled program, which jax.jit(f).lower(...).compile() returns; got "
+            f"{type(compiled).__name__}.{way_out}"
+        )
+    return text
+
 
 def parse(text: str) -> Program:
     """Reads what `compiled.as_text()` returns."""
@@ -200,55 +240,6 @@ def _numbers(row: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
-def mesh_groups(ids: np.ndarray, sizes: dict[str, int], axes: Iterable[tuple[str, int, int]]) -> Groups:
-    """Groups of a collective over mesh axes, each given as (name, pre, size).
-
-    A whole axis is (name, 1, its size). XLA also splits an axis, into `pre` times `size` times what is left, and names
-    the middle part.
-    """
-    coords = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-    for name, pre, size in axes:
-        stride = sizes[name] // (pre * size)
-        coords[name] = coords[name] - coords[name] // stride % size * stride
-    first = np.ravel_multi_index(tuple(coords.values()), tuple(sizes.values())).ravel()
-    return [ids.ravel()[first == n].tolist() for n in np.unique(first)]
-
-
-def axes_by_groups(mesh: jax.sharding.Mesh, n_devices: int) -> AxesByGroups:
-    """Every set of axes of a mesh, fewest first, by the groups that a collective over them has.
-
-    Raises:
-        ValueError: The program runs on another number of devices than the mesh.
-    """
-    if n_devices != mesh.size:
-        raise ValueError(
-            f"The program runs on {n_devices} devices, but the mesh {dict(mesh.shape)} has {mesh.size}: pass the mesh "
-            "that the program runs on."
-        )
-    names = [name for name, size in mesh.shape.items() if size > 1]
-    subsets = [axes for n in range(len(names) + 1) for axes in itertools.combinations(names, n)]
-    return {frozenset(map(frozenset, groups_over(mesh, axes))): axes for axes in subsets}
-
-
-def groups_over(mesh: jax.sharding.Mesh, axes: Iterable[str]) -> Groups:
-    """Groups of a collective over whole axes of a mesh."""
-    return mesh_groups(np.arange(mesh.size), dict(mesh.shape), [(axis, 1, mesh.shape[axis]) for axis in axes])
-
-
-def participants(kind: str, groups: Groups, by_groups: AxesByGroups | None) -> tuple[tuple[str, ...], int]:
-    """Mesh axes and group size. Linked pairs of a permute are one group; its axes, the fewest that hold all."""
-    linked: list[frozenset[int]] = []
-    for group in map(frozenset, groups):
-        apart = [other for other in linked if not other & group]
-        linked = [*apart, group.union(*(other for other in linked if other & group))]
-    size = max(map(len, linked))
-    if by_groups is None:
-        return (), size
-    if kind != "collective-permute":
-        return by_groups.get(frozenset(linked), ()), size
-    return next(axes for known, axes in by_groups.items() if all(any(s <= k for k in known) for s in linked)), size
-
-
 def dtype_name(name: str) -> str:
     """The numpy name of a dtype: MLIR writes `ui8` and `f8E4M3FN`, HLO `u8` and `f8e4m3fn`. Others stay."""
     match = re.fullmatch(r"(bf|f|i|s|ui|u|c)(\d+)(\w*)", name.lower())
@@ -274,66 +265,3 @@ def donated(text: str) -> set[int]:
     """Which parameters of a compiled program its results are written over, by the first line of its text."""
     aliases = text.partition("\n")[0].partition("input_output_alias={")[2]
     return {int(number) for number in re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, \w+-alias\)", aliases)}
-
-
-def location_name(op: Any) -> str:
-    """What jax calls an operation of a lowered program: its scopes, and what it is; "" if it does not say."""
-    match = re.match(r'loc\("((?:[^"\\]|\\.)*)"', str(op.location))
-    if match is None:
-        return ""
-    raw = re.sub(rb"\\([0-9A-Fa-f]{2})", lambda code: bytes([int(code[1], 16)]), match[1].encode())
-    return raw.replace(b'\\"', b'"').replace(b"\\\\", b"\\").decode(errors="replace")
-
-
-def stablehlo_trip_count(loop: Any) -> int | None:
-    """Trip count of a `while` that counts a carry up by a constant until it reaches another; None for any other."""
-    condition, body = (region.blocks[0] for region in loop.regions)
-    test = _producer(_returned(condition, 0), "stablehlo.compare")
-    if test is None or "LT" not in str(test.attributes["comparison_direction"]):
-        return None
-    counter, limit = map(_unwrapped, test.operands)
-    if not isinstance(counter, ir.BlockArgument) or counter.owner != condition:
-        return None
-    n = counter.arg_number
-    step = _producer(_returned(body, n), "stablehlo.add")
-    addends = [_unwrapped(value) for value in step.operands] if step else []
-    if body.arguments[n] not in addends:
-        return None
-    addends.remove(body.arguments[n])
-    start, stop, stride = map(_constant, (loop.operands[n], limit, addends[0]))
-    if start is None or stop is None or stride is None or stride <= 0:
-        return None
-    return max(0, -((start - stop) // stride))
-
-
-def _constant(value: Any) -> int | None:
-    """The integer that a value always is, also where loops carry it unchanged."""
-    value = _unwrapped(value)
-    if not isinstance(value.type.element_type, ir.IntegerType):
-        return None
-    if constant := _producer(value, "stablehlo.constant"):
-        return int(np.array(constant.attributes["value"]))
-    loop = value.owner.owner.operation if isinstance(value, ir.BlockArgument) else None
-    if loop is None or loop.name != "stablehlo.while":
-        return None
-    n, body = value.arg_number, loop.regions[1].blocks[0]
-    return _constant(loop.operands[n]) if _returned(body, n) == body.arguments[n] else None
-
-
-def _returned(block: Any, n: int) -> Any:
-    return _unwrapped(block.operations[len(block.operations) - 1].operands[n])
-
-
-def _unwrapped(value: Any) -> Any:
-    # In a shard_map that leaves axes automatic, jax constrains the placement of every value, loop counters as well.
-    while constraint := _producer(value, "sdy.sharding_constraint"):
-        value = constraint.operands[0]
-    return value
-
-
-def _producer(value: Any, name: str) -> Any:
-    """The operation that makes a value, if it has that name; a block's argument has none."""
-    if isinstance(value, ir.BlockArgument):
-        return None
-    operation = value.owner.operation
-    return operation if operation.name == name else None

@@ -9,18 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+from jax.tree_util import PyTreeDef, keystr
 
-from jzero.check import check_batch, check_structure, path_name
-from jzero.dtypes import moment_dtype
-from jzero.padding import is_concrete, pad, unpad
+from jzero.check import check_batch, check_structure
+from jzero.follow import followers
 from jzero.precision import AS_IT_IS, Precision
 from jzero.rounding import cast
-from jzero.rules import Leaf, Model, place
+from jzero.rules import Leaf, place, spec_of
 from jzero.stage import STAGES, Placement, Stage
+from jzero.stored import padded, unpadded
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,15 +182,9 @@ class Layout:
         return self._shardings(self.master_specs)
 
     def opt_leaves(self, tx: optax.GradientTransformation) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
-        """Structure and leaves of the state of `tx`, from shapes alone.
+        """Structure and leaves of the state of `tx`, from shapes alone; `jzero.follow` says how they are cut.
 
-        A state leaf with the shape of a param is cut and padded as the param is, by the same rule; where params of that
-        shape differ over the model axes, it follows the one whose path its own path ends with. Others (the row and
-        column means of Adafactor, say) follow the rule on their own shape, and stay whole where no dim divides.
-        Placement never changes what is computed, since the optimizer runs in the global view. Shapes are used rather
-        than `optax.tree_map_params`, which runs every `tx.init` on placeholders that are no arrays, and so fails for an
-        optimizer that looks at its params. A leaf's `dtype` is the one that it is stored in, and `dtypes.update` is the
-        optimizer's own.
+        A leaf's `dtype` is the one that it is stored in, and `dtypes.update` is the optimizer's own.
         """
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             raise TypeError(f"tx is a {type(tx).__name__}; wanted an optax optimizer, such as optax.adamw(1e-3).")
@@ -199,38 +192,8 @@ class Layout:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - a layout is small, and init, step and explain ask again
     def _opt_leaves(self, tx, default_dtype):  # float64 under x64, where a state has other dtypes
-        abstract = self.trainable_treedef.unflatten(
-            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtypes.update) for leaf in self.trainable]
-        )
-        named, treedef = tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
-        by_path: dict[tuple[int, ...], dict[str, Leaf]] = {}
-        models: dict[tuple[int, ...], set[Model]] = {}
-        for leaf in self.trainable:
-            by_path.setdefault(leaf.shape, {}).setdefault(leaf.path, leaf)
-            models.setdefault(leaf.shape, set()).add(leaf.model)
-
-        def own(name, alike):
-            """The leaf whose path the name ends with; of several the one with the longest."""
-            ends = (0, *(at + 1 for at, letter in enumerate(name) if letter == "/"), len(name))
-            return next((alike[name[start:]] for start in ends if name[start:] in alike), None)
-
-        def cut(path, x):
-            name, alike = path_name(path), by_path.get(x.shape, {})
-            owner = own(name, alike)
-            known = models.get(x.shape, set()) if owner is None else {owner.model}
-            leaf = place(
-                name,
-                x,
-                self.shards,
-                self.min_shard_size,
-                padded=bool(alike),
-                model=next(iter(known)) if len(known) == 1 else (),
-                sizes=self.mesh.shape,
-            )
-            owner = (owner or next(iter(alike.values()), None)) if x.shape else None
-            return leaf if owner is None else replace(leaf, dtype=moment_dtype(self.precision, x.dtype, owner.dtypes))
-
-        return treedef, tuple(cut(path, x) for path, x in named)
+        cut = functools.partial(place, shards=self.shards, min_shard_size=self.min_shard_size, sizes=self.mesh.shape)
+        return followers(tx, self.trainable_treedef, self.trainable, cut, self.precision)
 
     def put_batch(self, batch: Any) -> Any:
         """Places a batch on the mesh, each leaf cut along its first dim over `batch_axes`.
@@ -263,16 +226,13 @@ class Layout:
 
         return jax.tree.map(put, batch)
 
-    def _leaves_of(self, tree: Any, tx: optax.GradientTransformation | None) -> tuple[PyTreeDef, tuple[Leaf, ...]]:
-        """The leaves that `tree` should have: those of the state of `tx`, of all params, or of the trainable ones."""
-        if tx is not None:
-            return self.opt_leaves(tx)
-        if jax.tree.structure(tree) == self.trainable_treedef:
-            return self.trainable_treedef, self.trainable
-        return self.treedef, self.leaves
-
     def _map(self, what: str, tree: Any, tx: Any, f: Callable[[str, Any, Leaf], Any]) -> Any:
-        treedef, leaves = self._leaves_of(tree, tx)
+        """Maps over what `tree` should be: a state of `tx`, all params, or the trainable ones."""
+        treedef, leaves = self.treedef, self.leaves
+        if tx is not None:
+            treedef, leaves = self.opt_leaves(tx)
+        elif jax.tree.structure(tree) == self.trainable_treedef:
+            treedef, leaves = self.trainable_treedef, self.trainable
         named = check_structure(what, tree, treedef)
         return treedef.unflatten([f(keystr(path), x, leaf) for (path, x), leaf in zip(named, leaves, strict=True)])
 
@@ -299,20 +259,8 @@ class Layout:
             >>> stored["w"].shape, layout.logical(stored, replicate=True)["w"].shape
             ((16,), (9,))
         """
-
-        def unpadded(path, x, leaf):
-            shape = _shape_of("logical", path, x, leaf)
-            if shape == leaf.shape or not is_concrete(x):
-                return unpad(x, leaf.shape)
-            if not replicate:
-                raise ValueError(
-                    f"logical: {path} is stored padded to {leaf.stored}; its logical shape {leaf.shape} does not "
-                    f"divide over {self.shards} devices, and JAX has no uneven shardings outside of jit. Call logical "
-                    f"inside of jax.jit, or pass replicate=True for a whole copy on every device."
-                )
-            return jax.jit(unpad, static_argnums=1, out_shardings=self.sharding(P()))(x, leaf.shape)
-
-        return self._map("tree", tree, tx, unpadded)
+        whole = self.sharding(P()) if replicate else None
+        return self._map("tree", tree, tx, lambda path, x, leaf: unpadded(path, x, leaf, self.shards, whole))
 
     def computed(self, params: Any, *, replicate: bool = False) -> Any:
         """The params as the loss gets them: logical shapes, and the dtype that the precision computes in.
@@ -347,30 +295,7 @@ class Layout:
         """
         placement = self.stage.params if tx is None else self.stage.opt_state
 
-        def padded(path, x, leaf):
-            wanted = leaf.placed(placement).shape
-            if _shape_of("stored", path, x, leaf) not in (leaf.shape, wanted):
-                raise ValueError(
-                    f"stored: {path} has the padded shape {x.shape}; wanted its logical shape {leaf.shape}."
-                )
-            if tuple(x.shape) == wanted or isinstance(x, Tracer):
-                return pad(x, wanted)
-            return jax.jit(pad, static_argnums=1, out_shardings=self.sharding(self.spec(leaf, placement)))(x, wanted)
+        def one(path, x, leaf):
+            return padded(path, x, leaf, placement, self.sharding(self.spec(leaf, placement)))
 
-        return self._map("tree", tree, tx, padded)
-
-
-def _shape_of(method: str, path: str, x: Any, leaf: Leaf) -> tuple[int, ...]:
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"{method}: {path} is a {type(x).__name__}, not an array.")
-    shape = tuple(np.shape(x))
-    if shape not in (leaf.shape, leaf.stored):
-        padded = f", or stored {leaf.stored}" if leaf.stored != leaf.shape else ""
-        raise ValueError(f"{method}: {path} has shape {shape}; wanted {leaf.shape}{padded}.")
-    return shape
-
-
-def spec_of(axes: Sequence[tuple[str, ...]]) -> P:
-    """A PartitionSpec from the axes of each dim, without the dims at the end that nothing cuts."""
-    length = max((dim + 1 for dim, names in enumerate(axes) if names), default=0)
-    return P(*(names[0] if len(names) == 1 else names or None for names in axes[:length]))
+        return self._map("tree", tree, tx, one)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from jzero import hlo
 from jzero.devices import Device
+from jzero.groups import groups_over
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def link_of(mesh: Mesh, axes: tuple[str, ...], device: Device, hosts: int, state
     """
     axes = axes or mesh.axis_names
     per_host = mesh.size // hosts
-    group = hlo.groups_over(mesh, axes)[0]
+    group = groups_over(mesh, axes)[0]
     sharing = max(sum(other // per_host == one // per_host for other in group) for one in group)
     spans = len({one // per_host for one in group}) > 1
     name = "between hosts" if spans else "within hosts"

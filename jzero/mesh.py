@@ -1,10 +1,28 @@
 """Named device meshes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+OPTIONS = ("devices", "device_memory", "target")
+"""Names that no axis can have: those of the other arguments of `make_mesh` and `targets.target_mesh`."""
+
+
+def check_names(what: str, axes: Iterable[str]) -> None:
+    """Raises a ValueError for an axis that these functions could not tell from an option.
+
+    Example:
+        >>> check_names("f", {"devices": 8})
+        Traceback (most recent call last):
+        ValueError: f: no mesh axis can be named 'devices', an option of the functions that make meshes; rename it.
+    """
+    for name in axes:
+        if name in OPTIONS:
+            raise ValueError(
+                f"{what}: no mesh axis can be named {name!r}, an option of the functions that make meshes; rename it."
+            )
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from jzero.check import path_name
+from jzero.wording import few
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -126,7 +127,7 @@ class Precision:
             if not any(fnmatchcase(path_name(path), pattern) for path, _ in named):
                 raise ValueError(
                     f"Precision: cast_batch has a pattern {pattern!r} that matches none of the paths of the batch, "
-                    f"{', '.join(repr(path_name(path)) for path, _ in named[:3])}."
+                    f"{few(repr(path_name(path)) for path, _ in named)}."
                 )
         if self.cast_batch is not None or self.compute is None:
             return

@@ -1,27 +1,25 @@
 """`preflight`: what a training step will do on GPUs that are not there, from compiling it for them."""
 
-import contextlib
-import logging
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jzero import hlo
-from jzero.audit import of_partitioner
-from jzero.buffers import DUMP, Buffer, temporaries
+from jzero.buffers import Buffer
 from jzero.check import check_batch
+from jzero.compiling import compile_for
 from jzero.devices import DEVICES, Device
 from jzero.events import Branches, Events, Loop, Window, read, windows_of
 from jzero.flops import convolutions
 from jzero.held import Argument, arguments, broken_donation, not_donated
 from jzero.layout import Layout
 from jzero.links import Link, link_of
-from jzero.preflight_report import Bound, Memory, Preflight, Sent
+from jzero.mesh import check_names
+from jzero.partitioner import of_partitioner
+from jzero.preflight_report import Bound, Preflight, Room, Sent
 from jzero.program import collectives_by_origin, compiled_collectives_by_origin
 from jzero.promise import Broken, broken_in, compare
 from jzero.rules import Leaf
@@ -33,10 +31,6 @@ from jzero.timeline import Timeline, play, wire_bytes
 
 JAX_SHARE = 0.75
 """The share of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
-
-
-class Unsupported(RuntimeError):
-    """The step uses something that cannot be compiled without the GPU."""
 
 
 def preflight(
@@ -68,8 +62,9 @@ def preflight(
 
     Raises:
         TypeError: `step` is not a `TrainStep`.
-        ValueError: An unknown target; a mesh that does not fit it, or lacks an axis that the layout names; a state that
-            is not the step's; a batch that does not divide; an unknown or unpositive link.
+        ValueError: An unknown target; a mesh that does not fit it, lacks an axis that the layout names, or has one of a
+            name that no axis can have; a state that is not the step's; a batch that does not divide; an unknown or
+            unpositive link.
         RuntimeError: jax cannot compile for GPUs here (its pjrt package is missing), or XLA refuses the program.
         Unsupported: A `RuntimeError`: the step calls cuDNN or cuSOLVER, with the way round.
 
@@ -88,10 +83,7 @@ def preflight(
     layout = step.layout
     state, batch = _moved(state, step), jax.eval_shape(lambda batch: batch, batch)
     check_batch(batch, layout, microbatches=step.microbatches)
-    with _reasons(target):
-        lowered = step.lower(state, batch)
-        compiled, program, found = _compile(lowered)
-
+    lowered, compiled, program, found = compile_for(target, lambda: step.lower(state, batch))
     events = read(program, there, layout)
     over = {window.axes: link_of(there, window.axes, device, hosts, links) for window in windows_of(events)}
     timeline = play(events, device.peak, lambda window: over[window.axes])
@@ -141,6 +133,7 @@ def _unknown(events: Events) -> Iterator[Loop]:
 
 def _mesh_of(step: TrainStep, target: str, count: int, axes: Mapping[str, int] | None) -> Mesh:
     own = dict(step.layout.mesh.shape)
+    check_names("preflight", own if axes is None else axes)
     if axes is None and step.layout.mesh.size != count:
         given = ", ".join(f"{name!r}: {size}" for name, size in own.items())
         raise ValueError(
@@ -175,47 +168,9 @@ def _moved(state: TrainState, step: TrainStep) -> TrainState:
     )
 
 
-def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, hlo.Program, tuple[Buffer, ...] | None]:
-    with tempfile.TemporaryDirectory(prefix="jzero-preflight-") as folder:
-        compiled = lowered.compile(compiler_options=DUMP | {"xla_dump_to": folder})
-        program = hlo.parse(compiled.as_text() or "")
-        return compiled, program, temporaries(Path(folder), program)
-
-
-@contextlib.contextmanager
-def _reasons(target: str) -> Iterator[None]:
-    """Says of what cannot be compiled here why, and what to do."""
-    logger = logging.getLogger("jax_plugins")  # it says that there is no CUDA, which is no news
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    except RuntimeError as error:
-        said = str(error)
-        if "cuDNN is not detected" in said:
-            raise Unsupported(
-                f"The step asks for cuDNN's attention, which cannot be compiled without cuDNN ({said}). For preflight "
-                f"pass implementation='xla' to jax.nn.dot_product_attention, or None: all else is the same, but the "
-                f"scores of attention then take memory, and their matmuls run apart."
-            ) from error
-        if "No FFI handler registered for cu" in said:
-            call = said.partition("registered for ")[2].partition(" ")[0]
-            raise Unsupported(
-                f"The step calls {call}, which is in a library of NVIDIA's that is not here: decompositions of "
-                f"matrices (cholesky, qr, svd, eigh) cannot be compiled for {target} without it. For preflight leave "
-                f"that part out, or choose an optimizer that does without, such as one with Newton-Schulz iterations "
-                f"(optax.contrib.muon) in place of a decomposition."
-            ) from error
-        if not isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        raise RuntimeError(f"{said}\n(while the step was traced and compiled for {target})") from error
-    finally:
-        logger.setLevel(before)
-
-
-def _memory(compiled: jax.stages.Compiled, device: Device) -> Memory:
+def _memory(compiled: jax.stages.Compiled, device: Device) -> Room:
     found: Any = compiled.memory_analysis()
-    return Memory(
+    return Room(
         arguments=found.argument_size_in_bytes,
         outputs=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
@@ -256,7 +211,7 @@ def _bound(timeline: Timeline, device: Device) -> Bound:
     return Bound(timeline.seconds, timeline.compute, tuple(timeline.links.items()), total, model, peak)
 
 
-def _of_memory(memory: Memory) -> Iterator[Broken]:
+def _of_memory(memory: Room) -> Iterator[Broken]:
     if not memory.fits:
         yield Broken(
             "memory",
@@ -271,7 +226,7 @@ def _of_optimizer(found: Sequence[Broken]) -> Iterator[str]:
 
 
 def _notes(
-    memory: Memory,
+    memory: Room,
     program: hlo.Program,
     found: tuple[Buffer, ...] | None,
     device: Device,

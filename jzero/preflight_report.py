@@ -6,21 +6,22 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from jzero.accounts import LEAVES
 from jzero.buffers import Buffer
 from jzero.devices import Device
 from jzero.events import Events, Window
 from jzero.links import Link
 from jzero.plain import plain
 from jzero.preflight_tables import tables
-from jzero.program import wire_factor
-from jzero.promise import LEAVES, Broken, Moved
+from jzero.promise import Broken, Moved
 from jzero.stage import STAGES, Stage
+from jzero.tally import wire_factor
 from jzero.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one device while the step runs.
+class Room:
+    """Bytes that the step takes on one device while it runs, and that the device has.
 
     Attributes:
         arguments: The state and the batch.
@@ -152,7 +153,7 @@ class Preflight:
     stage: Stage
     microbatches: int
     jax: str
-    memory: Memory
+    memory: Room
     held: tuple[Buffer, ...]
     temporaries: tuple[Buffer, ...] | None
     not_donated: tuple[str, ...]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from jzero.buffers import tidy
-from jzero.plain import add_row
+from jzero.plain import add_row, table
+from jzero.wording import dtypes, few, size, time
 
 if TYPE_CHECKING:
     from jzero.buffers import Buffer
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 UNNAMED = "without a name"
 LARGEST = 8
 """Buffers of each kind that are listed."""
-SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def tables(report: Preflight) -> RenderableType:
@@ -53,75 +52,38 @@ def tables(report: Preflight) -> RenderableType:
     return Group(*parts)
 
 
-def size(count: float) -> str:
-    """Bytes for reading: GB, or what is smaller.
-
-    Example:
-        >>> size(7.5e9), size(1_250_000), size(12)
-        ('7.50 GB', '1.25 MB', '12 B')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:,.{2 if count < 100 * unit else 0}f} {name}"
-    return f"{count:.0f} B"
-
-
-def time(seconds: float) -> str:
-    """Seconds for reading.
-
-    Example:
-        >>> time(1.5), time(0.0123), time(4.2e-6), time(0)
-        ('1.50 s', '12.30 ms', '4.2 us', '0')
-    """
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.2f} ms"
-    return f"{seconds * 1e6:.1f} us" if seconds else "0"
-
-
 def leaves(window: Window, count: int = 2) -> str:
     """Which leaves a collective is for, the first few; of what is no leaf's, where it stands in the program."""
     if not window.purpose and not any(piece.leaf for piece in window.pieces):
         return tidy(window.where) or UNNAMED
     found = [piece.leaf or "x".join(map(str, piece.shape)) or "scalar" for piece in window.pieces]
     named = list(dict.fromkeys(path for paths in found for path in paths.split(" + ")))
-    return ", ".join(named[:count]) + (f" + {len(named) - count} more" if len(named) > count else "")
-
-
-def _table(title: str, *columns: str, right: Iterable[str] = (), folds: str = "") -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
-    )
-    for name in columns:
-        justify = "right" if name in right else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=bool(folds) and name != folds)
-    return table
+    return few(named, count)
 
 
 def _memory(report: Preflight) -> Table:
     found = report.memory
-    table = _table("Memory", "", "size", "what", right=["size"])
-    add_row(table, "arguments", size(found.arguments), "state and batch")
-    add_row(table, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
-    add_row(table, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
+    made = table("", "size", "what", right=["size"], title="Memory")
+    add_row(made, "arguments", size(found.arguments), "state and batch")
+    add_row(made, "temporaries", size(found.temporaries), "activations, gradients, gathered params, at their largest")
+    add_row(made, "results", size(found.outputs - found.aliased), "metrics, and what is not written over the state")
     verdict = "fits" if found.fits else "DOES NOT FIT"
     share = f"{found.peak / found.limit:.0%} of {size(found.limit)}: {verdict}"
-    add_row(table, "peak", size(found.peak), share, style="bold")
-    return table
+    add_row(made, "peak", size(found.peak), share, style="bold")
+    return made
 
 
 def _buffers(report: Preflight) -> Table:
-    table = _table("Largest buffers", "name", "kind", "dtype", "shape", "size", right=["size"], folds="name")
+    made = table("name", "kind", "dtype", "shape", "size", right=["size"], folds=["name"], title="Largest buffers")
 
     def rows(found: Sequence[Buffer]) -> None:
         for one in found[:LARGEST]:
             name = one.name + (f" in {one.where}" if one.where else "")
             shape = "x".join(map(str, one.shape))
-            add_row(table, name, one.kind, SHORT.get(one.dtype, one.dtype), shape, size(one.bytes))
+            add_row(made, name, one.kind, dtypes([one.dtype]), shape, size(one.bytes))
         if rest := found[LARGEST:]:
             add_row(
-                table,
+                made,
                 f"{len(rest)} more",
                 rest[0].kind if len({x.kind for x in rest}) == 1 else "",
                 "",
@@ -130,15 +92,15 @@ def _buffers(report: Preflight) -> Table:
             )
 
     rows(report.held)
-    table.add_section()
+    made.add_section()
     rows(report.temporaries or ())
-    return table
+    return made
 
 
 def _donation(report: Preflight) -> Text:
     if not report.not_donated:
         return Text("Donation: the new state is written over the old one, every leaf of it.")
-    names = ", ".join(report.not_donated[:6]) + (" and more" if len(report.not_donated) > 6 else "")
+    names = few(report.not_donated, 6)
     return Text(f"Donation: {len(report.not_donated)} leaves of the state are not written over: {names}", style="red")
 
 
@@ -146,43 +108,36 @@ def _collectives(rows: Sequence[Sent]) -> Table:
     loop, runs = rows[0].window.loop, rows[0].window.passes
     where = "outside of loops" if not loop else f"in loop {'.'.join(map(str, loop))}, {runs} times"
     numbers = ("size", "beside", "time", "waits")
-    table = _table(
-        f"Collectives {where}", "collective", "over", "for", "leaves", "dtype", *numbers, right=numbers, folds="leaves"
-    )
+    names = ("collective", "over", "for", "leaves", "dtype", *numbers)
+    made = table(*names, right=numbers, folds=["leaves"], title=f"Collectives {where}")
     for one in rows:
         window = one.window
-        dtypes = "/".join(dict.fromkeys(SHORT.get(piece.dtype, piece.dtype) for piece in window.pieces))
         beside = f"{window.matmuls} matmul{'s' * (window.matmuls != 1)}" if window.asynchronous else "sync"
         add_row(
-            table,
+            made,
             window.kind,
             ", ".join(window.axes) or "?",
             window.purpose or "other",
             leaves(window),
-            dtypes,
+            dtypes(piece.dtype for piece in window.pieces),
             size(window.bytes),
             beside,
             time(one.seconds),
             time(one.waits),
         )
-    return table
+    return made
 
 
 def _wire(report: Preflight) -> Table:
     numbers = ("theory", "written", "compiled")
-    table = _table(
-        "Sent by each device",
-        *("what", "collective", "over", *numbers),
-        right=numbers,
-        folds="what",
-    )
+    made = table("what", "collective", "over", *numbers, right=numbers, folds=["what"], title="Sent by each device")
     for one in report.lines:
         sizes = [size(x) if x else "-" for x in (one.theory, one.program, one.compiled)]
-        add_row(table, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
-    table.add_section()
+        add_row(made, one.what, one.kind, ", ".join(one.axes) or "?", *sizes)
+    made.add_section()
     sums = [sum(getattr(one, name) for one in report.lines) for name in ("theory", "program", "compiled")]
-    add_row(table, "all", "", "", *map(size, sums), style="bold")
-    return table
+    add_row(made, "all", "", "", *map(size, sums), style="bold")
+    return made
 
 
 def _reasons(report: Preflight) -> list[Text]:
@@ -194,8 +149,7 @@ def _reasons(report: Preflight) -> list[Text]:
     reasons = []
     for reason, paths in found.items():
         named = [path for path in paths if path]
-        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-        reasons.append(reason + (f" ({', '.join(named[:3])}{more})" if named else ""))
+        reasons.append(reason + (f" ({few(named)})" if named else ""))
     reasons += [why for group in groups(report.lines) if (why := of_xla(report, group))]
     return [Text("Why they differ:"), *(Text(f"- {reason}") for reason in reasons)] if reasons else []
 
@@ -218,8 +172,7 @@ def of_xla(report: Preflight, group: Sequence[Line]) -> str:
         for one in report.sent
         if (one.window.kind, one.window.axes) == (kind, axes) and any(not piece.purpose for piece in one.window.pieces)
     } - {UNNAMED}
-    names = sorted(unnamed)[:3] + ["..."] * (len(unnamed) > 3)
-    of = f": {', '.join(names)}" if names else ""
+    of = f": {few(sorted(unnamed))}" if unnamed else ""
     if more > 0.5:
         return f"{which}: {size(more)} more than written, by the partitioner (norms, whole leaves, model shards){of}"
     if more < -0.5:

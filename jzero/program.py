@@ -10,94 +10,27 @@ reasons: XLA moves collectives out of loops, joins small ones, and drops a reduc
 Not counted: `send`, `recv` and `ragged_all_to_all`.
 """
 
-import dataclasses
 import functools
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import jax
-import numpy as np
 
-from jzero import hlo, scopes
+from jzero import hlo, scopes, stablehlo
+from jzero.groups import axes_by_groups, participants
+from jzero.tally import Collective, Origin, Row, either, merged, repeated, wire_factor
 
-# How often an array crosses each device's link in a ring algorithm, before the factor (n - 1) / n.
-_RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+__all__ = [
+    "Collective",
+    "Origin",
+    "collectives",
+    "collectives_by_origin",
+    "compiled_collectives",
+    "compiled_collectives_by_origin",
+    "wire_factor",
+]
 
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One kind of collective on one shape of array, and how often a call of the program runs it.
-
-    Attributes:
-      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute" or "collective-broadcast".
-      dtype: numpy's name of the dtype on the wire, such as "float32" or "bfloat16".
-      shape: of the whole array: the gathered result, the scattered input, the reduced, exchanged or sent operand.
-      axes: the mesh axes that it runs over, in the mesh's order, without those of size 1; () when they cannot be told.
-      group: how many devices take part in each group.
-      count: runs per call of the program, with the trip counts of the loops around it multiplied in.
-      exact: False where the program does not tell `count`: in a `while` of unknown trip count, `count` is for one pass;
-        in a conditional, what every branch runs is exact, and what some branch runs beyond that is not.
-
-    Example:
-      >>> row = Collective("all-reduce", "bfloat16", (1024,), axes=("data",), group=8, count=3)
-      >>> row.bytes, row.wire_bytes
-      (6144, 10752.0)
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    group: int
-    count: int = 1
-    exact: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole array, times `count`."""
-        bits = math.prod(self.shape) * jax.dtypes.itemsize_bits(jax.numpy.dtype(self.dtype))
-        return self.count * -(-bits // 8)
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends: `bytes` times (n - 1) / n in a group of n, twice that for an all-reduce.
-
-        This is what ring algorithms send, and no all-reduce can do with less (Patarasuk and Yuan, "Bandwidth optimal
-        all-reduce algorithms for clusters of workstations", 2009). A permute or a broadcast sends the array once.
-        """
-        return self.bytes * wire_factor(self.kind, self.group)
-
-
-def wire_factor(kind: str, group: int) -> float:
-    """Bytes that each device of a group sends in a collective, over the bytes of the whole array.
-
-    Example:
-      >>> wire_factor("all-reduce", 4), wire_factor("all-gather", 4), wire_factor("collective-permute", 4)
-      (1.5, 0.75, 1.0)
-    """
-    return _RING[kind] * (group - 1) / group if kind in _RING else 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Whose a collective is.
-
-    Attributes:
-      purpose: What jzero does it for (`scopes.Purpose`); "loss" for one that the loss itself makes, "partitioner" for
-        one that the partitioner has put in, "unnamed" where XLA has lost the name.
-      leaf: Path of the leaf, if it is of one.
-      name: Of those that are not jzero's, what jax calls the operation, as in "shard_map/psum" or "norm/reduce_sum".
-    """
-
-    purpose: str
-    leaf: str = ""
-    name: str = ""
-
-
-Row = tuple[Origin, Collective]
 _ANY = Origin("")
 
 
@@ -132,60 +65,14 @@ def collectives(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> tuple[C
       all-reduce float32 (16,) ('data',) 4 3 192 288.0
       reduce-scatter float32 (16,) ('data', 'model') 8 1 64 56.0
     """
-    return tuple(row for _, row in _of_lowered(lowered, mesh, lambda name: _ANY))
+    return tuple(row for _, row in stablehlo.rows(lowered, mesh, lambda name: _ANY))
 
 
 def collectives_by_origin(
     lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh
 ) -> tuple[tuple[Origin, Collective], ...]:
     """The same as `collectives`, each with what it is for and of which leaf, by the names that jzero gives its own."""
-    return tuple(_of_lowered(lowered, mesh, lambda name: _origin(name) or Origin("loss", name=_short(name))))
-
-
-def _of_lowered(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, origin_of: Callable[[str], Origin]) -> list[Row]:
-    if not isinstance(lowered, jax.stages.Lowered):
-        raise TypeError(
-            f"collectives: wanted a jax.stages.Lowered, which jax.jit(f).lower(...) returns; got "
-            f"{type(lowered).__name__}. For a compiled program call compiled_collectives."
-        )
-    module: Any = lowered.compiler_ir("stablehlo")
-    _check_mesh(module, mesh)
-    functions = {
-        op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
-    }
-    by_groups = hlo.axes_by_groups(mesh, int(module.operation.attributes["mhlo.num_partitions"]))
-
-    # What is around a collective names it as well: a function of its own, or a region for the model shards, has names
-    # that begin anew.
-    @functools.cache
-    def in_function(name: str, around: str) -> list[Row]:
-        return in_region(functions[name].regions[0], around)
-
-    def in_region(region: Any, around: str) -> list[Row]:
-        return _merged(row for block in region.blocks for op in block.operations for row in in_op(op.operation, around))
-
-    def in_op(op: Any, around: str) -> Iterable[Row]:
-        kind = op.name.removeprefix("stablehlo.").replace("_", "-")
-        if not op.regions and kind not in (*hlo.COLLECTIVES, "func.call", "composite"):
-            return []
-        name = f"{around}/{hlo.location_name(op)}" if kind != "while" else around
-        if kind in hlo.COLLECTIVES:
-            over = hlo.participants(kind, _stablehlo_groups(op, mesh), by_groups)
-            arrays = [x.type for x in (op.results if kind == "all-gather" else op.operands)]
-            return [
-                (origin_of(name), Collective(kind, hlo.dtype_name(str(x.element_type)), tuple(x.shape), *over))
-                for x in arrays
-            ]
-        regions = [in_region(region, name) for region in op.regions]
-        if kind == "while":
-            return _loop(*regions, trips=hlo.stablehlo_trip_count(op))
-        if kind == "case":
-            return _either(regions)
-        if kind in ("func.call", "composite"):
-            return in_function(op.attributes["callee" if kind == "func.call" else "decomposition"].value, name)
-        return itertools.chain(*regions)
-
-    return in_function("main", "")
+    return tuple(stablehlo.rows(lowered, mesh, lambda name: _origin(name) or Origin("loss", name=_short(name))))
 
 
 def compiled_collectives(
@@ -233,73 +120,33 @@ def _of_compiled(
     mesh: jax.sharding.Mesh | None,
     origins_of: Callable[[list[str], int], list[Origin]],
 ) -> list[Row]:
-    text = compiled.as_text() if hasattr(compiled, "as_text") else None
-    if not text or not text.startswith("HloModule"):
-        raise TypeError(
-            f"compiled_collectives: wanted a compiled program, which jax.jit(f).lower(...).compile() returns; got "
-            f"{type(compiled).__name__}. For a lowered program call collectives."
-        )
-    program = hlo.parse(text)
-    by_groups = None if mesh is None else hlo.axes_by_groups(mesh, program.n_devices)
+    program = hlo.parse(hlo.text_of("compiled_collectives", compiled, " For a lowered program call collectives."))
+    by_groups = None if mesh is None else axes_by_groups(mesh, program.n_devices)
 
     @functools.cache
-    def in_computation(name: str, start: hlo.Instruction | None = None) -> list[Row]:
-        return _merged(row for line in program.computations[name] for row in in_instruction(name, line, start))
+    def in_computation(name: str) -> list[Row]:
+        return merged(row for line in program.computations[name] for row in in_instruction(name, line))
 
-    def in_instruction(name: str, instruction: hlo.Instruction, start: hlo.Instruction | None) -> list[Row]:
-        if kind := instruction.collective:
-            axes, group = hlo.participants(kind, program.groups(instruction), by_groups)
-            arrays = program.exchanged(name, instruction)
-            names = instruction.op_names or (start.op_names if start else [])
-            return [
-                (origin, Collective(kind, dtype, shape, axes, group))
-                for origin, (dtype, shape) in zip(origins_of(names, len(arrays)), arrays, strict=True)
-            ]
+    def in_instruction(name: str, instruction: hlo.Instruction) -> list[Row]:
+        if started := program.started(name, instruction):
+            return [row for one in started for row in exchanged(one)]
         if instruction.opcode.endswith(("-done", "-update")):
             return []
-        # What an asynchronous computation is called stands where it starts.
-        start = instruction if instruction.opcode == "async-start" else None
-        called = [in_computation(name, start) for name in instruction.called]
+        called = list(map(in_computation, instruction.called))
         if instruction.opcode == "while":
-            return _loop(*called, trips=instruction.trip_count)
+            return repeated(*called, trips=instruction.trip_count)
         if instruction.opcode == "conditional":
-            return _either(called)
+            return either(called)
         return list(itertools.chain(*called))
 
+    def exchanged(one: hlo.Exchange) -> list[Row]:
+        axes, group = participants(one.kind, one.groups, by_groups)
+        return [
+            (origin, Collective(one.kind, dtype, shape, axes, group))
+            for origin, (dtype, shape) in zip(origins_of(one.names, len(one.arrays)), one.arrays, strict=True)
+        ]
+
     return in_computation(program.entry)
-
-
-def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Equal rows as one, counts added up."""
-    counts: dict[Row, int] = {}
-    for row in rows:
-        one = _run(row, 1)
-        counts[one] = counts.get(one, 0) + row[1].count
-    return [_run(one, n) for one, n in counts.items() if n]
-
-
-def _run(row: Row, count: int, *, exact: bool = True) -> Row:
-    """The same, run so often."""
-    origin, one = row
-    return origin, dataclasses.replace(one, count=count, exact=one.exact and exact)
-
-
-def _loop(condition: list[Row], body: list[Row], trips: int | None) -> list[Row]:
-    if trips is None:
-        return [_run(row, row[1].count, exact=False) for row in condition + body]
-    # The condition runs once more than the body, to find that the loop is over.
-    runs = [(row, trips + 1) for row in condition] + [(row, trips) for row in body]
-    return [_run(row, row[1].count * n) for row, n in runs]
-
-
-def _either(branches: list[list[Row]]) -> list[Row]:
-    counts = [{_run(row, 1): row[1].count for row in branch} for branch in branches]
-    rows = []
-    for one in dict.fromkeys(itertools.chain(*counts)):
-        n = [branch.get(one, 0) for branch in counts]
-        rows.append(_run(one, min(n)))
-        rows.append(_run(one, max(n) - min(n), exact=False))
-    return rows
 
 
 def _origin(name: str) -> Origin | None:
@@ -326,33 +173,9 @@ def _origins(names: list[str], arrays: int) -> list[Origin]:
     found = [one(name) for name in names]
     if len(found) == arrays:
         return found
-    # Several in one array, as XLA:GPU packs small ones; or a name less than arrays. The loss goes along with gradients.
-    purposes = {origin.purpose for origin in found} - {"sum"} or {origin.purpose for origin in found}
-    if len(purposes) != 1:
+    # Several in one array, as XLA:GPU packs small ones; or a name less than arrays.
+    purpose = scopes.common(origin.purpose for origin in found)
+    if not purpose:
         return [Origin("unnamed")] * arrays
     leaves, rest = (dict.fromkeys(x for origin in found if (x := getattr(origin, name))) for name in ("leaf", "name"))
-    return [Origin(purposes.pop(), " + ".join(leaves), " + ".join(rest))] * arrays
-
-
-def _check_mesh(module: Any, mesh: jax.sharding.Mesh) -> None:
-    """Raises if the program names a mesh whose axes have other sizes than those of `mesh`."""
-    for op in module.body.operations:
-        sizes = re.findall(r'"([^"]+)"=(\d+)', str(op)) if op.operation.name == "sdy.mesh" else []
-        for axis, size in sizes:
-            if mesh.shape.get(axis, int(size)) != int(size):
-                raise ValueError(
-                    f"collectives: the program runs on a mesh with {axis}={size}, but the mesh given has "
-                    f"{axis}={mesh.shape[axis]}. Pass the mesh of the layout."
-                )
-
-
-def _stablehlo_groups(op: Any, mesh: jax.sharding.Mesh) -> hlo.Groups:
-    attribute = op.attributes["replica_groups" if "replica_groups" in op.attributes else "source_target_pairs"]
-    # jax 0.10 writes device ids; jax 0.12 writes mesh axes where it can, in an attribute without accessors in Python.
-    axes = re.findall(r'axis_ref<name = "([^"]+)"', str(attribute))
-    if missing := [axis for axis in axes if axis not in mesh.shape]:
-        raise ValueError(
-            f"{op.name} runs over the axes {missing}, but the mesh has {mesh.axis_names}: pass the mesh that the "
-            "program runs on."
-        )
-    return hlo.groups_over(mesh, axes) if axes else np.array(attribute).tolist()
+    return [Origin(purpose, " + ".join(leaves), " + ".join(rest))] * arrays

@@ -8,27 +8,19 @@ reason; where it is more, a promise is broken.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jzero.collectives import wide
+from jzero.accounts import LEAVES, Key, of_engine, of_ledger, of_program, ordered
 from jzero.layout import Layout
-from jzero.program import Collective, Origin, wire_factor
 from jzero.rules import Leaf
 from jzero.run import Account
-from jzero.stream import reduces_in_backward
-from jzero.traffic import pieces_of, traffic
+from jzero.tally import Collective, Origin, wire_factor
 
-LEAVES = {
-    "forward": "gather, forward",
-    "backward": "gather, backward",
-    "update": "gather, update",
-    "scatter": "reduce",
-    "reduce": "reduce",
-}
-"""What the ledger calls the purposes of the collectives that jzero runs on a leaf."""
+WHOLE_STEP = ("loss", "partitioner", "donation", "memory")
+"""What is promised of a step as a whole, and not of a leaf."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Broken:
     """A promise that is not kept.
 
     Attributes:
-        subject: Path of the leaf, or "loss", "partitioner", "donation", "memory".
+        subject: Path of the leaf or name of the argument, or one of `WHOLE_STEP`.
         message: What was promised, what the program does, and what to do about it.
     """
 
@@ -87,10 +79,6 @@ class Moved:
         return self.promised * wire_factor(self.kind, self.group)
 
 
-Key = tuple[str, str, str, tuple[str, ...]]  # what, leaf, kind, axes
-Sizes = dict[Key, Counter[str]]  # bytes of the whole arrays by dtype
-
-
 def compare(
     layout: Layout, account: Account, rows: Iterable[tuple[Origin, Collective]], *, microbatches: int
 ) -> tuple[Moved, ...]:
@@ -122,9 +110,9 @@ def compare(
     """
     rows = list(rows)
     leaves = {leaf.path: leaf for leaf in layout.leaves}
-    ledger = _ledger(layout, microbatches)
-    engine = _engine(layout, account, ledger, microbatches)
-    program, counts, inexact = _program(layout, rows)
+    ledger = of_ledger(layout, microbatches)
+    engine = of_engine(layout, account, ledger, microbatches)
+    program, counts, inexact = of_program(layout, rows)
 
     def line(key: Key) -> Moved:
         what, path, kind, axes = key
@@ -154,64 +142,6 @@ def compare(
 
 
 _ORDER: tuple[str, ...] = ("gather, forward", "gather, backward", "reduce", "gather, update")
-
-
-def _ledger(layout: Layout, microbatches: int) -> Sizes:
-    data, replica = (
-        {axis: layout.mesh.shape[axis] for axis in axes} for axes in (layout.data_axes, layout.replica_axes)
-    )
-    sizes: Sizes = {}
-    for leaf, piece in zip(layout.leaves, pieces_of(layout), strict=True):
-        rows = traffic([piece], layout.stage, layout.precision, data=data, replica=replica, microbatches=microbatches)
-        for row in rows:
-            key = row.what, leaf.path, row.kind, _ordered(layout, row.axes)
-            sizes.setdefault(key, Counter())[row.dtype] += round(row.elements * jnp.dtype(row.dtype).itemsize)
-    return sizes
-
-
-def _engine(layout: Layout, account: Account, ledger: Sizes, microbatches: int) -> Sizes:
-    """What the engine says that it does; the ledger for what it always does the same way."""
-    over, across = (_ordered(layout, wide(layout, axes)) for axes in (layout.data_axes, layout.replica_axes))
-    by_path = {leaf.path: leaf for leaf in layout.leaves}
-    unused = {leaf.path for leaf, zero in zip(layout.trainable, account.unused, strict=True) if zero}
-
-    def in_account(path: str) -> bool:
-        leaf = by_path[path]
-        return reduces_in_backward(layout, leaf) and layout.stage.grads == "sharded" and leaf.cut is not None
-
-    sizes: Sizes = {}
-    for key, of in ledger.items():
-        what, path, _, _ = key
-        if what == "gather, update" or (what == "reduce" and path not in unused and not in_account(path)):
-            sizes[key] = Counter(of)
-
-    def add(what: str, path: str, kind: str, axes: tuple[str, ...], dtype: str, size: int):
-        if axes:
-            sizes.setdefault((what, path, kind, axes), Counter())[dtype] += size
-
-    for one in account.gatherings:
-        add(f"gather, {one.phase}", one.path, "all-gather", over, one.dtype, microbatches * one.times * one.padded)
-    for one in account.reductions:
-        size = microbatches * one.times * one.padded
-        add("reduce", one.path, "reduce-scatter", over, one.dtype, size)
-        add("reduce", one.path, "all-reduce", across, one.dtype, size // layout.shards)
-    return sizes
-
-
-def _program(layout: Layout, rows: list[tuple[Origin, Collective]]) -> tuple[Sizes, Counter[Key], set[Key]]:
-    sizes: Sizes = {}
-    counts, inexact = Counter[Key](), set[Key]()
-    for origin, row in rows:
-        if origin.purpose in LEAVES:
-            key = LEAVES[origin.purpose], origin.leaf, row.kind, _ordered(layout, row.axes)
-            sizes.setdefault(key, Counter())[row.dtype] += row.bytes
-            counts[key] += row.count
-            inexact |= set() if row.exact else {key}
-    return sizes, counts, inexact
-
-
-def _ordered(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in layout.mesh.axis_names if axis in axes)
 
 
 def _reason(
@@ -272,7 +202,7 @@ def _of_none(layout: Layout, rows: list[tuple[Origin, Collective]]) -> list[Move
     found: dict[tuple[str, str, str, tuple[str, ...], str, int, bool], list[Collective]] = {}
     for origin, row in rows:
         if origin.purpose not in LEAVES:
-            key = origin.purpose, origin.name, row.kind, _ordered(layout, row.axes), row.dtype, row.group, row.exact
+            key = origin.purpose, origin.name, row.kind, ordered(layout, row.axes), row.dtype, row.group, row.exact
             found.setdefault(key, []).append(row)
 
     def line(key, some: list[Collective]) -> Moved:

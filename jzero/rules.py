@@ -192,6 +192,12 @@ def axes_of(spec: P) -> list[tuple[str, ...]]:
     return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
 
 
+def spec_of(axes: Sequence[tuple[str, ...]]) -> P:
+    """A PartitionSpec from the axes of each dim, without the dims at the end that nothing cuts."""
+    length = max((dim + 1 for dim, names in enumerate(axes) if names), default=0)
+    return P(*(names[0] if len(names) == 1 else names or None for names in axes[:length]))
+
+
 def is_plain(spec: Any) -> bool:
     """Whether this is a PartitionSpec of axis names and None."""
     return isinstance(spec, P) and P.UNCONSTRAINED not in tuple(spec)

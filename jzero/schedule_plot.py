@@ -6,8 +6,9 @@ from matplotlib.patches import Patch
 
 from jzero.events import Window
 from jzero.preflight_report import Preflight
-from jzero.preflight_tables import leaves, size
+from jzero.preflight_tables import leaves
 from jzero.timeline import Span
+from jzero.wording import size
 
 _LANES = ("matmuls", "within hosts", "between hosts")
 _PURPOSE_COLORS = {

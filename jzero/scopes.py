@@ -6,6 +6,7 @@ combines several collectives into one.
 """
 
 import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -62,3 +63,17 @@ def read(name: str) -> tuple[Purpose, str] | None:
     """
     match = _COLLECTIVE.search(name)
     return None if match is None else (_PURPOSES[match[1]], match[2])
+
+
+def common(purposes: Iterable[str]) -> str:
+    """What several collectives are for that XLA has made one of; "" if that is not one thing.
+
+    The loss goes along with gradients.
+
+    Example:
+        >>> common(["reduce", "sum"]), common(["sum"]), common(["reduce", "update"])
+        ('reduce', 'sum', '')
+    """
+    found = set(purposes)
+    found = found - {"sum"} or found
+    return found.pop() if len(found) == 1 else ""

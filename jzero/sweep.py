@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from jzero.program import Collective
+from jzero.tally import Collective
 
 PLATEAU = 3
 """The plateau is the median over so many of the largest sizes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jzero.events import Branches, Done, Events, Loop, Start, Window
 from jzero.flops import Matmul
 from jzero.links import Link
-from jzero.program import wire_factor
+from jzero.tally import wire_factor
 
 
 def wire_bytes(window: Window) -> float:

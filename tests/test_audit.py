@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import math
-import os
 from collections import Counter
 from typing import Any
 
@@ -19,13 +18,15 @@ from rich.console import Console
 
 import jzero
 from jzero import Precision, collectives, run
-from jzero.audit import of_partitioner
+from jzero.audit_tables import tables
 from jzero.loss_scale import as_loss_scale
+from jzero.partitioner import of_partitioner
+from jzero.plain import plain
 from jzero.program import Collective, Origin, collectives_by_origin
 from jzero.promise import broken_in, compare
 from jzero.state import compile_init, state_shardings
-from jzero.targets import has_pjrt, target_mesh
-from tests import models
+from jzero.targets import target_mesh
+from tests import gpus, models
 from tests.models import STAGES, L
 from tests.precision_model import elements_per_model_shard
 from tests.precision_model import init_params as precise_params
@@ -315,6 +316,9 @@ def test_a_gradient_that_the_loss_sums_once_more():
     report.check(allow=["loss"])
     with pytest.raises(TypeError, match="wanted a list of patterns"):
         report.check(allow="loss")
+    report.check(allow=["loss", "donation", "b*", "state.step"])  # these are kept, and may be named
+    with pytest.raises(ValueError, match=r"allow has a pattern 'partitoner' that matches nothing; .* 'loss', 'partiti"):
+        report.check(allow=["loss", "partitoner"])
 
 
 def test_a_leaf_that_lives_whole():
@@ -449,10 +453,7 @@ def test_arrays_that_xla_has_packed_under_no_name():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-)
+@gpus.compiles
 @pytest.mark.parametrize(
     ("stage", "axes"), [(0, MESHES[1]), (1, MESHES[2]), (2, MESHES[2]), (3, MESHES[0]), (3, MESHES[1])], ids=str
 )
@@ -470,9 +471,9 @@ def test_the_program_of_a_gpu(stage, axes):
 
 def test_how_it_prints():
     report = audit(make_layout("3", replica=2, data=4), microbatches=2)
-    plain = json.loads(json.dumps(report.as_dict()))
-    assert plain["stage"] == 3 and plain["axes"] == {"replica": 2, "data": 4} and plain["broken"] == []
-    assert plain["sent"]["data"]["program"] == report.sent("data")
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["stage"] == 3 and found["axes"] == {"replica": 2, "data": 4} and found["broken"] == []
+    assert found["sent"]["data"]["program"] == report.sent("data")
     text = str(report)
     assert "A step at stage 3 on replica 2 x data 4, 2 microbatches" in text and "Every promise is kept." in text
     assert "the backward pass does not need its value (a)" in text
@@ -482,6 +483,15 @@ def test_how_it_prints():
     assert max(map(len, text.splitlines())) <= 120
     with pytest.raises(ValueError, match="no axis 'model'; the mesh has replica, data"):
         report.sent("model")
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_no_word_is_broken_at_80_columns(stage):
+    report = audit(make_layout(stage, replica=2, data=2, model=2), microbatches=2, tx=optax.adafactor(1e-3))
+    narrow, wide = (plain(tables(report), width) for width in (80, 400))
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    words = [[word for word in text.split() if set(word) != {"─"}] for text in (narrow, wide)]
+    assert Counter(words[0]) == Counter(words[1])
 
 
 def test_names_with_brackets_are_printed_as_they_are():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from typing import Any
 
 import jax
@@ -18,7 +17,8 @@ from jzero.cli import main, options
 from jzero.cli.bandwidth import _sizes
 from jzero.program import Collective, collectives, compiled_collectives
 from jzero.sweep import Sweep, Timing
-from jzero.targets import has_pjrt, target_mesh
+from jzero.targets import target_mesh
+from tests import gpus
 
 HLO: dict[str, str] = dict(
     zip(KINDS, ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"), strict=True)
@@ -91,10 +91,7 @@ def test_it_does_what_its_name_says(kind):
     np.testing.assert_array_equal(found, wanted[kind].reshape(-1))
 
 
-@pytest.mark.skipif(
-    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason='compiles for GPUs: needs `pip install -e ".[preflight]"` and JAX_PLATFORMS=cpu',
-)
+@gpus.compiles
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_gpus_it_is_one_collective_in_its_dtype_and_no_copy(kind):
     mesh = target_mesh("h200x8", data=4, model=2)
@@ -292,6 +289,7 @@ def test_a_range_is_rounded_up_to_what_the_axis_divides(capsys):
         (["--dtype", "float64"], "invalid choice: 'float64'"),
         (["--collective", "broadcast"], "invalid choice: 'broadcast'"),
         (["--repeats", "0"], "--repeats 0; wanted 1 or more"),
+        (["--mesh", "devices=8"], "--mesh: no mesh axis can be named 'devices'"),
         (["--link", "450"], "'450'; wanted a speed, as 450GB/s"),
         (["--plot", "busbw.xyz"], "busbw.xyz: cannot write .xyz; "),
         (["--plot", "/nowhere/busbw.png"], "No such file or directory: '/nowhere/busbw.png'"),

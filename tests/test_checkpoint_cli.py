@@ -53,7 +53,7 @@ def test_inspect(run, capsys):
     code, out, err = called(capsys, "inspect", run, "--fits", "data=4,stage=3")
     assert code == 0 and err == ""
     lines = out.splitlines()
-    assert lines[0].endswith("20: written by jzero, step 20, 5 leaves, 1.31 KB")
+    assert lines[0].endswith("20: written by jzero, step 20, 5 leaves, 1.31 kB")
     assert "saved from mesh data 8, stage 3, 1 process" in out and "metrics loss 1.5" in out
     (row,) = [line for line in lines if line.startswith("params/h/0/w ")]
     assert row.split() == ["params/h/0/w", "float32", "(16,", "8)", "512", "B", "?", "2", "of", "(8,", "8)"]

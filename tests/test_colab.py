@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 from jzero.targets import has_pjrt
+from tests import gpus
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "colab").glob("*.py"))}
@@ -85,7 +86,7 @@ def test_zero_by_hand():
 )
 def test_plan_before_you_pay(compiler, tmp_path):
     if compiler and not has_pjrt():
-        pytest.skip('compiles for GPUs: needs `pip install -e ".[preflight]"`')
+        pytest.skip(gpus.COMPILER)
     folders = []
     if not compiler:
         (tmp_path / "jax_plugins").mkdir()

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.targets import has_pjrt
+from tests import gpus
 
 MODULES = ["jzero", *(module.name for module in pkgutil.walk_packages(jzero.__path__, "jzero."))]
 
@@ -82,8 +82,8 @@ def test_examples_go_on_from_the_quick_start(section, quick_start, tmp_path, mon
     for example in code(section)[section == "Quick start" :]:
         if "Llama" in example:
             continue  # it is not here
-        if "preflight" in example and (not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu"):
-            pytest.skip('needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu')
+        if "preflight" in example and not gpus.can_compile_here:
+            pytest.skip(gpus.HERE)
         exec(example, names)
 
 

@@ -25,7 +25,8 @@ from jzero.papers import megatron_bytes, zero_bytes
 from jzero.precision import PRECISIONS
 from jzero.program import collectives
 from jzero.state import compile_init
-from jzero.targets import GPUS, has_pjrt, target_mesh
+from jzero.targets import GPUS, target_mesh
+from tests import gpus
 from tests.models import STAGES
 
 # Table 1 of the ZeRO paper, in GB: by params and number of devices, stages 1, 2 and 3. It rounds some figures down.
@@ -330,7 +331,7 @@ def test_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_pjrt(), reason="compiles for GPUs: install jzero[preflight]")
+@gpus.needs_compiler
 @pytest.mark.parametrize(
     ("stage", "precision", "m", "axes", "layers", "width"),
     [

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 
 import jzero
 from experiments.gpt import data, devices, ngram
@@ -24,6 +26,7 @@ from experiments.gpt.config import Config, parse_mesh
 from experiments.gpt.evaluate import make_evaluate
 from experiments.gpt.job import build, learning_rate
 from experiments.gpt.model import GPT, Block, mean_loss, next_byte_logits, rotate
+from experiments.gpt.report import show_placements
 from experiments.gpt.sample import generate, printable
 
 ROOT = Path(__file__).parent.parent
@@ -346,6 +349,18 @@ def test_a_run_leaves_config_metrics_and_plot(folder, tmp_path, capsys):
     (found,) = rows_of(out, "audit")
     assert found["broken"] == [] and found["sent"]["data"]["program"] > 0
     assert {line["what"]: line["live"] for line in found["held"]}["params"] > 0
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}])
+def test_placements_break_no_word_at_80_columns(mesh):
+    job = build(Config(mesh=tuple(mesh.items()), min_shard_size=0), jzero.make_mesh(**mesh))
+    words = []
+    for width in (80, 200):
+        show_placements(Console(width=width, file=(out := io.StringIO())), job)
+        text = out.getvalue()
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+        words.append(sorted(word for word in text.split() if set(word) != {"─"}))
+    assert words[0] == words[1] and "blocks/attn_norm/scale" in words[0]
 
 
 def test_a_plan_trains_nothing(tmp_path, monkeypatch, capsys):

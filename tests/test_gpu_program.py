@@ -4,7 +4,6 @@ No GPU is needed, but what compiles for them: pip install -e ".[preflight]", and
 """
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -17,15 +16,10 @@ from experiments.schedule.config import Config
 from experiments.schedule.models import MODELS
 from experiments.schedule.program import compile_program
 from jzero.schedule import shares
-from jzero.targets import has_pjrt, target_mesh
+from jzero.targets import target_mesh
+from tests import gpus
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-        reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-    ),
-]
+pytestmark = [pytest.mark.slow, gpus.compiles]
 compiled = functools.cache(compile_program)
 MiB = 2**20
 BLOCK = 12 * 2048**2 * 2  # bytes of one block's weights in bfloat16, of the default model

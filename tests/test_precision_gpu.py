@@ -4,7 +4,6 @@ No GPU is needed, but what compiles for them: pip install -e ".[preflight]", and
 """
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -17,18 +16,12 @@ from jzero import Precision
 from jzero.program import compiled_collectives
 from jzero.schedule import windows
 from jzero.state import compile_init
-from jzero.targets import has_pjrt, target_mesh
-from tests import reference
+from jzero.targets import target_mesh
+from tests import gpus, reference
 from tests.compiled_update import lower_update
 from tests.reference_model import loss_fn
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-        reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-    ),
-]
+pytestmark = [pytest.mark.slow, gpus.compiles]
 LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 512, 256, 1024
 SMALL = 2**16  # bytes; all that stays whole, norms and scalars, is less together, and XLA reduces it as one array
 

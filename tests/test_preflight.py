@@ -5,7 +5,6 @@ No GPU is needed, but for most of this what compiles for them: pip install -e ".
 
 import functools
 import json
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,27 +18,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from experiments.gpt import train_1b3
 from jzero.cli import main
+from jzero.compiling import Unsupported
 from jzero.devices import DEVICES
 from jzero.events import Piece, Window
-from jzero.preflight import Unsupported
 from jzero.preflight_report import Line
 from jzero.preflight_tables import groups, of_xla
 from jzero.schedule_plot import block_schedule
 from jzero.targets import has_pjrt, target_mesh
 from jzero.timeline import Span
-
-compiles = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-        reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-    ),
-]
+from tests import gpus
 
 
 def for_gpus(test):
-    return functools.reduce(lambda test, mark: mark(test), compiles, test)
+    return pytest.mark.slow(gpus.compiles(test))
 
 
 LAYERS, WIDTH, TOKENS = 6, 256, 64
@@ -369,6 +362,7 @@ def folder(tmp_path, monkeypatch):
         ("mymodel:config --target h200", "wanted a GPU"),
         ("mymodel:config --mesh data", "'data' is not a name and a positive size"),
         ("mymodel:config --mesh model=8", "data_axes names 'data', but the mesh has axes ('model',)"),
+        ("mymodel:config --mesh data=4,target=2", "--mesh: no mesh axis can be named 'target'"),
         ("mymodel:config --link fast", "'fast'; wanted a speed, as 450GB/s, or 400Gb/s in bits"),
         ("mymodel:config --link data=450GB/s,replica", "wanted a speed, or axes and speeds: replica=40GB/s"),
         ("mymodel:config --plot block.xyz", "cannot write .xyz; "),
@@ -403,6 +397,9 @@ def test_wrong_arguments(monkeypatch):
         ValueError, match=r"h200x2x8 has 16 GPUs, and the step's own mesh, \{'data': 8\}, 8 devices. Say"
     ):
         jzero.preflight(step, state, batch, target="h200x2x8")
+    for name in ("target", "device_memory", "devices"):
+        with pytest.raises(ValueError, match=f"preflight: no mesh axis can be named '{name}', an option"):
+            jzero.preflight(step, state, batch, mesh={"data": 4, name: 2})
     monkeypatch.setattr(sys.modules["jzero.preflight"], "target_mesh", lambda target, **axes: mesh)
     with pytest.raises(ValueError, match="links names 'replica', but the mesh has axes"):
         jzero.preflight(step, state, batch, links={"replica": 1e9})
@@ -415,6 +412,11 @@ def test_wrong_arguments(monkeypatch):
     odd = jax.ShapeDtypeStruct((12, WIDTH), jnp.float32)
     with pytest.raises(ValueError, match=r"12 examples do not divide into 8 equal parts.*Use a batch of 16"):
         jzero.preflight(step, state, odd)
+
+
+def test_a_model_of_the_experiments_without_a_data_axis():
+    with pytest.raises(ValueError, match=r"data_axes names 'data', but the mesh has axes \('model',\)"):
+        train_1b3(jzero.make_mesh(model=8))
 
 
 @pytest.mark.skipif(has_pjrt(), reason="there is one")

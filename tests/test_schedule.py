@@ -21,6 +21,7 @@ from experiments.schedule.config import Config, parse_option
 from jzero import targets
 from jzero.events import Piece, Window
 from jzero.schedule import Share, shares, windows
+from tests import gpus
 
 D = "data"
 
@@ -472,9 +473,6 @@ def test_the_command_says_what_is_wrong(capsys):
     assert "error: target 'v100x8'; wanted a GPU" in capsys.readouterr().err
 
 
-needs_pjrt = pytest.mark.skipif(
-    not targets.has_pjrt(), reason='needs what compiles for GPUs: pip install -e ".[preflight]"'
-)
 SMALL = ("--layers", "3", "--width", "256", "--heads", "4", "--context", "64")
 WEIGHTS = {"blocks/attn/qkv": 3 * 256**2, "blocks/attn/out": 256**2, "blocks/mlp/up": 4 * 256**2}
 WEIGHTS |= {"blocks/mlp/down": 4 * 256**2}
@@ -505,7 +503,7 @@ def elements(found, kind, purpose):
     return sizes, dtypes
 
 
-@needs_pjrt
+@gpus.needs_compiler
 def test_stage_3_compiled_for_gpus():
     found = json.loads(command(*SMALL, "--no-ahead", "--json"))
     assert found["mesh"] == {"data": 8}
@@ -519,7 +517,7 @@ def test_stage_3_compiled_for_gpus():
     assert in_loops == gathers | {("reduce-scatter", "scatter")}
 
 
-@needs_pjrt
+@gpus.needs_compiler
 def test_a_step_of_stage_1_on_two_hosts():
     options = ("--stage", "1", "--what", "step", "--target", "h100x2x4", "--mesh", "replica=2,data=-1")
     combine = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -535,7 +533,7 @@ def test_a_step_of_stage_1_on_two_hosts():
     assert {window["kind"] for window in over_replicas} == {"all-reduce"}
 
 
-@needs_pjrt
+@gpus.needs_compiler
 def test_tables():
     said = command(*SMALL, "--stage", "0", "--unrolled")
     assert "Outside of loops" in said

@@ -1,7 +1,6 @@
 """The names by which a trace reads: they are in the program, and change nothing else in it."""
 
 import contextlib
-import os
 import re
 
 import jax
@@ -12,8 +11,8 @@ import pytest
 import jzero
 from jzero import hlo, scopes
 from jzero.state import compile_init
-from jzero.targets import has_pjrt, target_mesh
-from tests import models
+from jzero.targets import target_mesh
+from tests import gpus, models
 
 GATHERED = {"blocks/up", "blocks/down", "blocks/bias", "table"}
 PHASES = {"jzero.forward", "jzero.backward", "jzero.norm", "jzero.update"}
@@ -77,10 +76,7 @@ def test_names_are_in_the_compiled_program(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-)
+@gpus.compiles
 @pytest.mark.parametrize("stage", [1, 3])
 def test_names_are_in_the_program_of_a_gpu(stage):
     program = hlo.parse(lower(stage, target_mesh("h200x8", data=8)).compile().as_text() or "")

@@ -1,7 +1,6 @@
 """Temp memory of `apply_gradients` with a donated state: no more than is worked on at a time."""
 
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,8 @@ import optax
 import pytest
 
 import jzero
-from jzero.targets import has_pjrt, target_mesh
+from jzero.targets import target_mesh
+from tests import gpus
 from tests.compiled_update import WITH_BARRIERS, lower_update, temp_bytes
 
 TREES = {
@@ -41,10 +41,7 @@ def test_an_update_takes_two_shards_and_two_gathered_leaves(tree, name, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not has_pjrt() or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason='needs what compiles for GPUs: pip install -e ".[preflight]", and JAX_PLATFORMS=cpu',
-)
+@gpus.compiles
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("tree", TREES)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jax.sharding import Mesh
-from rich import box, filesize
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +18,7 @@ from experiments.gpt.data import Text
 from experiments.gpt.job import Job, build
 from experiments.gpt.record import Record
 from experiments.gpt.train import batch_of
+from jzero.wording import size
 
 DIGITS = {"fp32": 6, "bf16": 3, "fp16": 3, "bf16-pure": 3}
 """To how many digits losses have to agree, by precision."""
@@ -150,7 +151,7 @@ def _table(config: Config, trials: list[Trial]) -> Table:
         totals = [by_kind(view) for view in views]
         for kind, axes in sorted(set().union(*totals)):
             found = [total.get((kind, axes), (0, 0, 0)) for total in totals]
-            row(f" {kind}", [f"{filesize.decimal(size)} in {count}" if count else "-" for count, size, _ in found])
+            row(f" {kind}", [f"{size(nbytes)} in {count}" if count else "-" for count, nbytes, _ in found])
             row(f"  {', '.join(axes) or '?'}", [f"{n / model:.2f}M" if n else "" for _, _, n in found])
     return table
 

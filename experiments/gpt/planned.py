@@ -40,6 +40,6 @@ def train_1b3(mesh: Mesh) -> Planned:
         width=2048,
         heads=16,
         context=2048,
-        batch_size=4 * axes.get("replica", 1) * axes["data"],
+        batch_size=4 * axes.get("replica", 1) * axes.get("data", 1),  # without a data axis zero refuses the mesh
     )
     return planned(config, mesh)

@@ -14,6 +14,7 @@ from experiments.gpt.data import Text
 from experiments.gpt.job import Job
 from experiments.gpt.rules import RULES
 from jzero.cli.estimate import show
+from jzero.plain import add_row, table
 
 FORMULAS = {
     "fp32": ("12P", "4P + 8P/N", "4P + 8P/N", "12P/N"),
@@ -40,21 +41,18 @@ def show_placements(console: Console, job: Job) -> None:
     """Where each leaf lives: `jzero.explain`, put so that it fits a terminal."""
     layout = job.layout
     cut = (
-        "1 data: dim 1 cut over data" if layout.model_axes else f"dim: cut along it over {' x '.join(layout.data_axes)}"
+        "1:data: dim 1 cut over data" if layout.model_axes else f"dim: cut along it over {' x '.join(layout.data_axes)}"
     )
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    table.title = f"Placements at stage {stage_number(layout)} ({job.n_params:,} params)"
-    for name in ("leaf", "shape", "params", "grads", "opt"):
-        table.add_column(name, overflow="fold")
-    table.add_column("bytes", justify="right")
+    title, places = f"Placements at stage {stage_number(layout)} ({job.n_params:,} params)", ("params", "grads", "opt")
+    made = table("leaf", "shape", *places, "bytes", right=["bytes"], folds=places, title=title)
     whole: dict[str, list[str]] = {}
     for row in jzero.explain(layout):
         name = row.path
         if row.reason:
             whole.setdefault(row.reason, []).append(name)
-        places = [_place(spec, bool(layout.model_axes)) for spec in (row.params, row.grads, row.opt_state)]
-        table.add_row(name, str(row.shape), *places, f"{row.bytes_per_device:,}")
-    console.print(table)
+        cuts = [_place(spec, bool(layout.model_axes)) for spec in (row.params, row.grads, row.opt_state)]
+        add_row(made, name, str(row.shape), *cuts, f"{row.bytes_per_device:,}")
+    console.print(made)
     console.print(f"  {cut}; whole: on every device; bytes: of the params, on each device")
     for reason, names in whole.items():
         console.print(f"  {', '.join(names)}: {reason}", markup=False, highlight=False)
@@ -93,8 +91,8 @@ def show_plan(console: Console, config: Config, job: Job) -> int:
 def _place(spec: PartitionSpec | None, tensor_parallel: bool) -> str:
     if spec is None:
         return "-"
-    cut = [(dim, axes if isinstance(axes, str) else ", ".join(axes)) for dim, axes in enumerate(spec) if axes]
-    return ", ".join(f"{dim} {axes}" if tensor_parallel else f"dim {dim}" for dim, axes in cut) or "whole"
+    cut = [(dim, axes if isinstance(axes, str) else "+".join(axes)) for dim, axes in enumerate(spec) if axes]
+    return ", ".join(f"{dim}:{axes}" if tensor_parallel else f"dim {dim}" for dim, axes in cut) or "whole"
 
 
 def stage_number(layout: jzero.Layout) -> int:

@@ -194,7 +194,7 @@ def reshard(
                 del values
 
     def check(tmp: Path, manifest: Manifest) -> None:
-        written = Origin(tmp, manifest, None, {})
+        written = Origin(tmp, manifest)
         before = Reader(found.origin, found.budget.reading, _counted(progress, "verifying", found.nbytes))
         after = Reader(written, found.budget.reading)
         for leaf, entry, block in found.work():

@@ -9,6 +9,7 @@ from jzero.checkpoint import place
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.manifest import ARRAYS, FILE
 from jzero.checkpoint.orbax_format import CHECKPOINT
+from jzero.wording import few
 
 SLACK = 2**20
 """Bytes that names, headers and descriptions take, about, and as many again for each 256 files."""
@@ -60,8 +61,7 @@ def check_free(folder: Path, overwrite: bool, ours: Callable[[Path], bool], what
     others = sorted(path.name for path in folder.iterdir() if not ours(path))
     if others:
         raise FileExistsError(
-            f"{folder} holds {', '.join(others[:5])}{' and more' if len(others) > 5 else ''}, which is not of {what}, "
-            f"and would be lost. Choose another place."
+            f"{folder} holds {few(others)}, which is not of {what}, and would be lost. Choose another place."
         )
 
 

@@ -16,7 +16,7 @@ from jzero.bandwidth import DTYPES, KINDS, sizes_between
 from jzero.bandwidth_plot import plot, size_text
 from jzero.cli.as_json import print_json
 from jzero.cli.options import mesh_axes, nbytes, parsed, plot_file, speed
-from jzero.mesh import make_mesh, platform_of
+from jzero.mesh import check_names, make_mesh, platform_of
 from jzero.sweep import Sweep
 
 SIMULATED = 8
@@ -106,6 +106,7 @@ def _failed(why: object, code: int) -> int:
 
 def _mesh(axes: dict[str, int]) -> Mesh:
     """The accelerators of this machine in a mesh, or simulated CPU devices where there are none."""
+    check_names("--mesh", axes)
     product = math.prod(axes.values())
     with contextlib.suppress(RuntimeError):  # once JAX has started the number is fixed
         jax.config.update("jax_num_cpu_devices", product if product > 0 else SIMULATED)

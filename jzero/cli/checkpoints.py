@@ -15,6 +15,7 @@ from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded, SaveFailed
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.reshard import MEMORY
 from jzero.cli.options import mesh_axes, nbytes, parsed
+from jzero.wording import size
 
 CODES = """\
 exit codes: 0 done; 1 damaged or different; 2 a wrong command line, no checkpoint there, or a folder that cannot be read
@@ -108,19 +109,6 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(tasks[task], completed=done)
 
         yield progress
-
-
-def size(count: float) -> str:
-    """Bytes for reading.
-
-    Example:
-        >>> size(12), size(4_300_000), size(1.5e10)
-        ('12 B', '4.3 MB', '15 GB')
-    """
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def safe(text: str) -> str:

@@ -20,8 +20,7 @@ from jzero.devices import DEVICES
 from jzero.estimate import BY_COUNT, LAYERS, OPTIMIZERS, Entry, Estimate, estimate
 from jzero.figures import plan_bars
 from jzero.precision import PRECISIONS
-
-SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+from jzero.wording import dtypes
 
 DESCRIPTION = """\
 What a training run will take on each device, before there is one: memory by ZeRO stage and kind, communication per
@@ -173,7 +172,7 @@ def _memory(plans: list[Estimate], advice: Advice | None, unit: Unit) -> Table:
         there = [entry for entry in entries if entry.bytes]
         if there:
             sizes = either(f"{entry.per_param:.4g}" for entry in there)
-            names = either(SHORT.get(each, each) for entry in there for each in entry.dtypes)
+            names = either(dtypes([each]) for entry in there for each in entry.dtypes)
             row(f"{kind}, {names}", _bytes(entries), sizes)
     row("gathered, unreduced: about", [one.inside.total - one.ledger[3].bytes for one in plans])
     row("in a step, activations apart", [one.total for one in plans], style="bold")
@@ -201,7 +200,7 @@ def _traffic(plans: list[Estimate], unit: Unit) -> Table:
         for at, row in enumerate(one.traffic):
             purpose = "gradients" if row.what == "reduce" else row.what.removeprefix("gather, ")
             sizes = [f"{row.volume / 10**unit.digits:.4g}e{unit.digits}", unit(row.bytes), unit(row.wire_bytes)]
-            dtype, stage = SHORT.get(row.dtype, row.dtype), str(one.number) if at == 0 else ""
+            dtype, stage = dtypes([row.dtype]), str(one.number) if at == 0 else ""
             table.add_row(stage, row.kind, purpose, ", ".join(row.axes), dtype, *sizes)
     return table
 

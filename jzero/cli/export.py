@@ -8,8 +8,9 @@ from typing import Any
 from jzero.checkpoint.exchange.export import FLOATS, SHARD, export_safetensors
 from jzero.checkpoint.exchange.rules import MAPS, Rules
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress, size
+from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress
 from jzero.cli.options import nbytes, parsed
+from jzero.wording import size
 
 DESCRIPTION = """\
 Writes the params of a checkpoint as whole tensors into safetensors files, as Hugging Face lays them out: one file, or

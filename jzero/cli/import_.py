@@ -7,8 +7,9 @@ from typing import Any
 
 from jzero.checkpoint.exchange.bring import import_params
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress, size
+from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress
 from jzero.cli.export import add_map, rules_of
+from jzero.wording import few, size
 
 DESCRIPTION = """\
 Makes a checkpoint of params to start a training from, of safetensors files; of the float32 master weights that
@@ -63,8 +64,5 @@ def run(options: argparse.Namespace) -> int:
     speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
     print(f"{safe(options.checkpoint)}: {done.leaves} leaves, {speed}; compared with the files.")
     if done.ignored:
-        some = ", ".join(map(safe, done.ignored[:5])) + (
-            f" and {len(done.ignored) - 5} more" if done.ignored[5:] else ""
-        )
-        print(f"Left out, as the map says: {some}.")
+        print(f"Left out, as the map says: {few(map(safe, done.ignored), 5)}.")
     return 0

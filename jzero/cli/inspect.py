@@ -10,10 +10,11 @@ from jzero.checkpoint.inspection import Inspection, inspect
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.placing import precision_of
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import aligned, command, exits, mesh_and_stage, safe, size, title
+from jzero.cli.checkpoints import aligned, command, exits, mesh_and_stage, safe, title
 from jzero.cli.options import parsed
 from jzero.precision import AS_IT_IS, PRECISIONS, Precision
 from jzero.stage import STAGES, Stage
+from jzero.wording import size
 
 DESCRIPTION = """\
 What a checkpoint holds: its tree, with shapes, dtypes, bytes and chunks, and where it was saved from. No array is read.

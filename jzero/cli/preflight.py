@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jzero.cli.as_json import print_json
 from jzero.cli.options import called, mesh_axes, parsed, plot_file, raised, speed
+from jzero.mesh import check_names
 from jzero.plain import WIDTH
 from jzero.preflight import preflight
 from jzero.schedule_plot import block_schedule
@@ -62,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs it; returns the exit code."""
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")  # programs are compiled for GPUs; jax must not look for real ones
+    check_names("--mesh", options.mesh)
     mesh = target_mesh(options.target, **options.mesh)
     found = called(options.function, "MODULE:FUNCTION", mesh, takes="of one argument, the mesh")
     if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[0], TrainStep):

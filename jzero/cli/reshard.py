@@ -11,8 +11,9 @@ from jzero.checkpoint.patterns import Pattern
 from jzero.checkpoint.rename import Cast, Rename
 from jzero.checkpoint.reshard import reshard
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, mesh_and_stage, safe, shown_progress, size
+from jzero.cli.checkpoints import add_memory, command, exits, mesh_and_stage, safe, shown_progress
 from jzero.cli.options import nbytes, parsed
+from jzero.wording import size
 
 DESCRIPTION = """\
 Rewrites a checkpoint: in chunks that another mesh reads fast, with fewer or other leaves, or in other dtypes; from

@@ -7,7 +7,8 @@ from jzero.checkpoint.compare import compare
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.verify import Verified, verify
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress, size
+from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress
+from jzero.wording import size
 
 DESCRIPTION = """\
 Reads all of a checkpoint and checks every file against the checksums that were written with it; or, with --against,

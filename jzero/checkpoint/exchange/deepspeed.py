@@ -14,6 +14,7 @@ from typing import Any
 from jzero.checkpoint.exchange import torch_file
 from jzero.checkpoint.exchange.format import CorruptTensors, Stretch, Tensor
 from jzero.checkpoint.exchange.torch_file import Stored
+from jzero.wording import few
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -205,5 +206,5 @@ def _others(file: Path, state: Mapping[str, Any], tensors: Sequence[Tensor], sha
     others = [name for name, value in module.items() if name not in found and isinstance(value, Stored)]
     lost = [name for name in others if name not in whole]
     if lost:
-        raise CorruptTensors(file, f"has params of which no part is in the files of the ranks: {', '.join(lost[:10])}")
+        raise CorruptTensors(file, f"has params of which no part is in the files of the ranks: {few(lost, 10)}")
     return [Tensor(name, x.code, x.shape, (x.stretch,)) for name in others for x in [module[name]]]

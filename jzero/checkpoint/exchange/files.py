@@ -8,6 +8,7 @@ from pathlib import Path
 from jzero.checkpoint.exchange import deepspeed, torch_dist
 from jzero.checkpoint.exchange.format import CorruptTensors, Spec, Tensor, read_header
 from jzero.checkpoint.origin import check_finished
+from jzero.wording import few
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -82,8 +83,7 @@ def _indexed(index: Path) -> list[Tensor]:
         if names.get(name) != found.get(name)
     ]
     if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise CorruptTensors(index, f"is not of these files; they differ in {', '.join(wrong[:10])}{more}")
+        raise CorruptTensors(index, f"is not of these files; they differ in {few(wrong, 10)}")
     return tensors
 
 

@@ -14,6 +14,7 @@ from jzero.checkpoint.exchange.format import CODES, METADATA, Tensor
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.names import Path, quote, shown, unquote
+from jzero.wording import few
 
 ROOT = "params"
 """The part of a checkpoint that is exchanged."""
@@ -200,15 +201,10 @@ def _stacked(path: Path, group: Mapping[tuple[int, ...], Tensor], rule) -> Link:
     first, indices = tensors[0], sorted(group)
     stack = tuple(max(index[dim] for index in indices) + 1 for dim in range(len(indices[0])))
     if math.prod(stack) != len(indices):
-        count = math.prod(stack) - len(indices)
         absent = (index for index in np.ndindex(*stack) if index not in group)
-        some = ", ".join(
-            rule.name(dict(zip(rule.stacked, index, strict=True))) for index in itertools.islice(absent, 5)
-        )
-        raise ValueError(
-            f"the file has {len(indices)} tensors of {math.prod(stack)}; missing are {some}"
-            + (f" and {count - 5} more" if count > 5 else "")
-        )
+        names = (rule.name(dict(zip(rule.stacked, index, strict=True))) for index in absent)
+        some = few(itertools.islice(names, 5), 5, of=math.prod(stack) - len(indices))
+        raise ValueError(f"the file has {len(indices)} tensors of {math.prod(stack)}; missing are {some}")
     for tensor in tensors:
         if (tensor.code, tensor.shape) != (first.code, first.shape):
             raise ValueError(f"the file has {_described(first)} and {_described(tensor)}, which cannot be stacked")

@@ -20,6 +20,7 @@ from jzero.checkpoint.names import keys, shown
 from jzero.checkpoint.parts import Want
 from jzero.checkpoint.read import aligned
 from jzero.layout import Layout
+from jzero.wording import few
 
 BLOCK = 8 * 2**20
 """Bytes that are read at once."""
@@ -144,9 +145,7 @@ def _problem(link: Link, want: Want, cast: bool) -> str:
 
 
 def _described(link: Link) -> str:
-    first, *others = link.tensors
-    more = f" and {len(others)} more" if others else ""
-    return f"{link.dtype}{link.shape}, of {first}{more}"
+    return f"{link.dtype}{link.shape}, of {few(map(str, link.tensors), 1)}"
 
 
 def _array(model: Source, link: Link, want: Want) -> jax.Array:
