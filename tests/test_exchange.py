@@ -93,7 +93,8 @@ def test_shards_and_index(tmp_path):
             assert opened.metadata() == {"format": "pt"}  # transformers opens no others
             assert same(opened.get_tensor(name), leaves[(name,)])
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [*names, "model.safetensors.index.json"]
-    assert {tensor.name for tensor in find(tmp_path / "hf/model.safetensors.index.json")} == index["weight_map"].keys()
+    found = find(tmp_path / "hf/model.safetensors.index.json").tensors
+    assert {tensor.name for tensor in found} == index["weight_map"].keys()
 
 
 # GPT-2 with 2 layers, width 4, 11 tokens and 6 positions, as transformers names it.
@@ -703,7 +704,7 @@ def test_every_truncation_and_every_changed_byte_of_a_header(tmp_path):
     export_safetensors(saved(tmp_path / "1", leaves), tmp_path / "hf")
     file = tmp_path / "hf/model.safetensors"
     content = file.read_bytes()
-    whole = {tensor.name: (tensor.code, tensor.shape, tensor.begin) for tensor in find(file)}
+    whole = {tensor.name: (tensor.code, tensor.shape, tensor.begin) for tensor in find(file).tensors}
     for length in range(len(content)):
         file.write_bytes(content[:length])
         with pytest.raises(CorruptTensors):
@@ -714,7 +715,7 @@ def test_every_truncation_and_every_changed_byte_of_a_header(tmp_path):
         other[at] ^= 1 << RANDOM.integers(8)
         file.write_bytes(other)
         try:
-            found = {tensor.name: (tensor.code, tensor.shape, tensor.begin) for tensor in find(file)}
+            found = {tensor.name: (tensor.code, tensor.shape, tensor.begin) for tensor in find(file).tensors}
         except CorruptTensors:
             continue
         # What passes is another letter of a name, another dtype of that size or another order of sizes: no checksum

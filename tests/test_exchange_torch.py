@@ -226,7 +226,7 @@ three = 3
 def test_slices_across_boxes(boxes, seed):
     reference, random = dict(np.load(boxes / "reference.npz")), np.random.default_rng(seed)
     with slices.Files() as files:
-        for tensor in find(boxes):
+        for tensor in find(boxes).tensors:
             ends = [sorted(random.integers(0, size + 1, 2).tolist()) for size in tensor.shape]
             found = slices.read(files, tensor, tuple(map(tuple, ends)))
             wanted = reference[tensor.name][tuple(slice(*pair) for pair in ends)]
@@ -271,7 +271,7 @@ def test_every_changed_byte_of_a_description_is_refused_or_harmless(boxes):
         other[at] ^= 1 << random.integers(8)
         file.write_bytes(other)
         try:
-            tensors = find(boxes)
+            tensors = find(boxes).tensors
         except CorruptTensors:
             continue
         with slices.Files() as files:

@@ -13,9 +13,10 @@ from jzero.wording import few, size
 
 DESCRIPTION = """\
 Makes a checkpoint of params to start a training from, of safetensors files; of the float32 master weights that
-DeepSpeed saved with ZeRO at stage 1, 2 or 3; or of what torch.distributed.checkpoint saved, as Megatron-LM does.
-PyTorch is not needed. Nothing in the files is run, and their names cannot lead out of DST. It takes a bounded amount of
-memory, compares what it wrote with the files, and only then gives the checkpoint its name."""
+DeepSpeed saved with ZeRO at stage 1, 2 or 3, or Megatron-LM as torch_dist; or of other folders of
+torch.distributed.checkpoint. PyTorch is not needed. Nothing in the files is run, and their names cannot lead out of
+DST. It takes a bounded amount of memory, compares what it wrote with the files, and only then gives the checkpoint its
+name."""
 
 EXAMPLES = """\
 examples:
@@ -23,6 +24,7 @@ examples:
   jzero import Llama-3.2-1B/ run/checkpoints/0 --map llama        a folder of files, with their index
   jzero import files/ run/checkpoints/0 --map my.toml --under params --json
   jzero import run/global_step1000 run/checkpoints/0 --map llama  what DeepSpeed saved
+  jzero import iter_0001000 run/checkpoints/0 --map megatron-gpt  what Megatron-LM saved
   jzero import files/ DST                                         tensor a.b becomes the leaf params/a/b
 
 To start from it: Checkpointer("run/checkpoints").restore(tx, layout, step=0, only=("params",), init=...), with
@@ -63,6 +65,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
     print(f"{safe(options.checkpoint)}: {done.leaves} leaves, {speed}; compared with the files.")
-    if done.ignored:
-        print(f"Left out, as the map says: {few(map(safe, done.ignored), 5)}.")
+    for why, names in (("as the map says", done.ignored), ("as no params", done.left_out)):
+        if names:
+            print(f"Left out, {why}: {few(map(safe, names), 5)}.")
+    if done.note:
+        print(safe(done.note))
     return 0

@@ -35,11 +35,15 @@ class Imported:
         leaves: How many leaves.
         nbytes: Bytes of them.
         ignored: Names of tensors that were left out, as the map says.
+        left_out: Names of what else was left out: states of an optimizer, pickles of other things.
+        note: What has to be known of the leaves, a sentence or more; empty if nothing.
     """
 
     leaves: int
     nbytes: int
     ignored: tuple[str, ...]
+    left_out: tuple[str, ...]
+    note: str
 
 
 def import_params(
@@ -59,8 +63,8 @@ def import_params(
 
     Args:
         source: A safetensors file; a folder of them, with an index or without; or a checkpoint that DeepSpeed saved
-            with ZeRO at stage 1, 2 or 3, of which the float32 master weights are taken, or torch.distributed.checkpoint
-            (Megatron-LM's `torch_dist`). They are read without PyTorch.
+            with ZeRO at stage 1, 2 or 3, Megatron-LM as `torch_dist`, or torch.distributed.checkpoint. They are read
+            without PyTorch. Of DeepSpeed's and Megatron-LM's the float32 master weights are taken.
         checkpoint: Where the checkpoint will be, such as "checkpoints/0".
         map: Which tensor becomes which leaf, as for `export_safetensors`. None: its name, split at dots, is the path.
         memory: Bytes of memory that it may take, over those of the process before.
@@ -122,4 +126,4 @@ def import_params(
             if isinstance(error.__cause__, CorruptCheckpoint):
                 raise error.__cause__ from None
             raise
-        return Imported(len(entries), nbytes, tuple(model.ignored))
+        return Imported(len(entries), nbytes, tuple(model.ignored), model.left_out, model.note)

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jzero.checkpoint.exchange import deepspeed, torch_dist
-from jzero.checkpoint.exchange.format import CorruptTensors, Spec, Tensor, read_header
+from jzero.checkpoint.exchange import deepspeed, megatron, torch_dist
+from jzero.checkpoint.exchange.format import CorruptTensors, Found, Spec, Tensor, read_header
 from jzero.checkpoint.origin import check_finished
 from jzero.wording import few
 
@@ -16,7 +16,7 @@ SINGLE = "model.safetensors"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
-def find(source: Path) -> list[Tensor]:
+def find(source: Path) -> Found:
     """The tensors of a model: a file, a folder with one or several and perhaps an index, or a checkpoint of PyTorch.
 
     Raises:
@@ -27,19 +27,21 @@ def find(source: Path) -> list[Tensor]:
     check_finished(source)
     if source.is_file():
         if source.name.endswith(".index.json"):
-            return _indexed(source)
-        return read_header(source)
+            return Found(_indexed(source))
+        return Found(read_header(source))
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not there. Name a .safetensors file, or a folder of them.")
     indices = sorted(source.glob("*.safetensors.index.json"))
     if len(indices) == 1:
-        return _indexed(indices[0])
+        return Found(_indexed(indices[0]))
     if indices:
         names = ", ".join(path.name for path in indices)
         raise ValueError(f"{source} holds several models: {names}. Name the index of one of them.")
     files = sorted(source.glob("*.safetensors"))
     if not files and deepspeed.is_checkpoint(source):
-        return deepspeed.find(source)
+        return Found(deepspeed.find(source))
+    if not files and megatron.is_checkpoint(source):
+        return megatron.find(source)
     if not files and torch_dist.is_checkpoint(source):
         return torch_dist.find(source)
     if not files:
@@ -50,13 +52,14 @@ def find(source: Path) -> list[Tensor]:
             else ""
         )
         raise FileNotFoundError(
-            f"{source} holds no .safetensors files, and no checkpoint of DeepSpeed or torch.distributed.{why}"
+            f"{source} holds no .safetensors files, and no checkpoint of DeepSpeed, Megatron-LM or torch.distributed."
+            f"{why}"
         )
     for file, other in _absent([file.name for file in files]):
         raise CorruptTensors(source / other, f"is missing, {file} is there")
     tensors = [tensor for file in files for tensor in read_header(file)]
     _check_once(source, tensors)
-    return tensors
+    return Found(tensors)
 
 
 def _indexed(index: Path) -> list[Tensor]:

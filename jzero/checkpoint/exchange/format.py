@@ -107,6 +107,21 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Found:
+    """The tensors of a model, and what else is in its files.
+
+    Attributes:
+        tensors: The tensors.
+        left_out: Names of what jzero does not take: no tensors of the model, or none that it could read.
+        note: What has to be known of those that are there, a sentence or more; empty if nothing.
+    """
+
+    tensors: Sequence[Tensor]
+    left_out: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Spec:
     """A tensor that is to be written: name, dtype as JAX names it, and shape."""
 

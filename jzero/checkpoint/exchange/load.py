@@ -1,5 +1,6 @@
 """Safetensors files straight into arrays on devices: each process reads the slices that its devices hold."""
 
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,9 @@ def load_safetensors(
         CorruptTensors: A file is damaged or missing.
         CheckpointMismatch: The files do not hold what is wanted; every leaf that does not fit is named.
 
+    Warns:
+        UserWarning: Params come in 16 bits, as Megatron-LM saved their float32 master weights in flat buffers.
+
     Example:
         >>> import tempfile
         >>> from safetensors.numpy import save_file
@@ -75,6 +79,8 @@ def load_safetensors(
         treedef, wants = _wants(target, links)
         pairs = _fit(model, wants, on_extra, cast)
         model.check_copies()
+        if model.note:
+            warnings.warn(f"{path}: {model.note}", stacklevel=2)
         return treedef.unflatten([_array(model, link, want) for link, want in pairs])
 
 

@@ -26,6 +26,8 @@ class Source:
     Attributes:
         links: The leaves, each with its tensors.
         ignored: Names of tensors that the map ignores.
+        left_out: Names of what the files hold that jzero does not take.
+        note: What has to be known of the tensors, a sentence or more; empty if nothing.
 
     Raises:
         FileNotFoundError: There is no file.
@@ -35,9 +37,10 @@ class Source:
 
     def __init__(self, path: Path, rules: Rules | None):
         self.path, self.rules = path, rules
-        tensors = find(path)
-        self.tensors = {tensor.name: tensor for tensor in tensors}
-        self.links = inward(str(path), tensors, rules)
+        found = find(path)
+        self.left_out, self.note = found.left_out, found.note
+        self.tensors = {tensor.name: tensor for tensor in found.tensors}
+        self.links = inward(str(path), found.tensors, rules)
         used = {name for link in self.links for name in link.tensors}
         self.ignored = [name for name in self.tensors if name not in used]
         self._files = slices.Files()

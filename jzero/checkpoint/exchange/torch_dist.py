@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`, Megatron-LM's `torch_dist` too: tensors in boxes, where they lie.
+"""Checkpoints of `torch.distributed.checkpoint`: tensors in boxes, where they lie.
 
 Its file `.metadata`, a pickle, says which box of which tensor is where in which file; a box is what `torch.save` wrote.
 """
@@ -6,12 +6,15 @@ Its file `.metadata`, a pickle, says which box of which tensor is where in which
 import itertools
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jzero.checkpoint.chunks import Region, overlap
 from jzero.checkpoint.exchange import torch_file
-from jzero.checkpoint.exchange.format import CorruptTensors, Tensor
+from jzero.checkpoint.exchange.format import CorruptTensors, Found, Tensor
 from jzero.checkpoint.exchange.torch_file import Inert, Stored
 
 METADATA = ".metadata"
@@ -24,22 +27,69 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def find(folder: Path) -> list[Tensor]:
+def find(folder: Path) -> Found:
     """All its tensors, those of the optimizer too, by their names. What else it holds is left out.
 
     Raises:
         CorruptTensors: A file is missing or damaged.
     """
+    description = describe(folder)
+    return Found([description.tensor(name) for name in description.shapes], description.others)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says that it holds.
+
+    Attributes:
+        folder: Where it is.
+        shapes: Its tensors, by their names.
+        others: Names of what is no tensor: pickles, which are not opened.
+    """
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    others: tuple[str, ...]
+    _boxes: dict[str, Any]
+    _places: dict[Any, dict[str, Any]]
+
+    def tensor(self, name: str) -> Tensor:
+        """Where one of its tensors lies.
+
+        Raises:
+            CorruptTensors: A file is missing or damaged.
+        """
+        with _as_written(self.folder / METADATA):
+            return _tensor(self.folder, name, self.shapes[name], self._boxes[name], self._places)
+
+
+def describe(folder: Path) -> Description:
+    """Reads what a checkpoint says that it holds, and none of its tensors.
+
+    Raises:
+        CorruptTensors: It is damaged.
+    """
     file = folder / METADATA
     state = _state(file, torch_file.read_pickle(file), "state_dict_metadata", "storage_data")
-    places = {}
-    try:
+    places, shapes, boxes, others = {}, {}, {}, []
+    with _as_written(file):
         for index, info in state["storage_data"].items():
             key, where = (_state(file, one, *names) for one, names in ((index, ["fqn"]), (info, ["relative_path"])))
             offset = key.get("offset")
             places[key["fqn"], None if offset is None else tuple(offset)] = where
-        rows = [(str(name), x) for name, x in state["state_dict_metadata"].items() if _is_tensor(x)]
-        return [_tensor(folder, name, _state(file, x, "size", "chunks"), places) for name, x in rows]
+        for name, value in state["state_dict_metadata"].items():
+            if not _is_tensor(value):
+                others.append(str(name))
+                continue
+            row = _state(file, value, "size", "chunks")
+            shapes[str(name)], boxes[str(name)] = _sizes(folder, str(name), row["size"]), row["chunks"]
+    return Description(folder, shapes, tuple(others), boxes, places)
+
+
+@contextmanager
+def _as_written(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (AttributeError, TypeError, KeyError) as error:
         raise CorruptTensors(file, f"is not as PyTorch writes it ({type(error).__name__}: {error})") from error
 
@@ -55,10 +105,10 @@ def _state(file: Path, value: Any, *names: str) -> dict[str, Any]:
     return state
 
 
-def _tensor(folder: Path, name: str, state: dict[str, Any], places: dict) -> Tensor:
-    file, shape = folder / METADATA, _sizes(folder, name, state["size"])
+def _tensor(folder: Path, name: str, shape: tuple[int, ...], chunks: Any, places: dict) -> Tensor:
+    file = folder / METADATA
     boxes: list[tuple[Region, Tensor]] = []
-    for chunk in state["chunks"]:
+    for chunk in chunks:
         row = _state(file, chunk, "offsets", "sizes")
         begin, sizes = _sizes(folder, name, row["offsets"]), _sizes(folder, name, row["sizes"])
         where = places.get((name, begin)) or places.get((name, None))
