@@ -15,6 +15,7 @@ from pathlib import Path
 from jzero.checkpoint.exchange import torch_dist
 from jzero.checkpoint.exchange.format import CorruptTensors, Found
 from jzero.checkpoint.exchange.torch_file import SIZES
+from jzero.wording import few
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -85,9 +86,8 @@ def _form(folder: Path) -> str | None:
 
 
 def _note(rounded: Sequence[str], unread: Sequence[str]) -> str:
-    more = f" and {len(rounded) - 1} more" if rounded[1:] else ""
     return (
-        f"{rounded[0]}{more} come in 16 bits, as the model computes with them. The optimizer has them in float32, but "
+        f"{few(rounded, 1)} come in 16 bits, as the model computes with them. The optimizer has them in float32, but "
         f"in buffers of its own layout ({unread[0]}), which jzero does not take apart. To have them, save with "
         f"--dist-ckpt-optim-fully-reshardable."
     )
