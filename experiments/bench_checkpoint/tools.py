@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -75,8 +76,10 @@ def _quiet(command: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns an exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.bench_checkpoint.tools", description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0, metavar="X", help="of one leaf (default: 1)")
-    parser.add_argument("--leaves", type=int, default=3000, metavar="N", help="number of small leaves (default: 3000)")
+    parser.add_argument("--gigabytes", type=float, default=1.0, metavar="X", help="of the checkpoint (default: 1)")
+    parser.add_argument(
+        "--leaves", type=int, default=3000, metavar="N", help="in how many leaves, beside one (default: 3000)"
+    )
     parser.add_argument("--folder", metavar="DIR", help="on which disk (default: that of temporary files)")
     parser.add_argument("--only", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -88,16 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(name, justify="left" if not name else "right")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        for title, count, nbytes in (
-            ("1 leaf", 1, round(options.gigabytes * 1e9)),
-            (f"{options.leaves} leaves", options.leaves, options.leaves * 65536),
-        ):
+        nbytes = round(options.gigabytes * 1e9)
+        for title, count in (("1 leaf", 1), (f"{options.leaves} leaves", options.leaves)):
             source, target = str(folder / "source"), str(folder / "target")
             make(Path(source), nbytes, count)
-            began = time.perf_counter()
-            shutil.copytree(source, target)
-            _row(table, f"cp, {title}", nbytes, {"seconds": time.perf_counter() - began})
-            shutil.rmtree(target)
+            for what, flush in (("cp", lambda: None), ("cp and sync", os.sync)):
+                os.sync()
+                began = time.perf_counter()
+                shutil.copytree(source, target)
+                flush()
+                _row(table, f"{what}, {title}", nbytes, {"seconds": time.perf_counter() - began})
+                shutil.rmtree(target)
             for command in (
                 ["inspect", source],
                 ["verify", source],
