@@ -77,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns an exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.bench_checkpoint.tools", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0, metavar="X", help="of the checkpoint (default: 1)")
-    parser.add_argument(
-        "--leaves", type=int, default=3000, metavar="N", help="in how many leaves, beside one (default: 3000)"
-    )
+    parser.add_argument("--leaves", type=int, default=3000, metavar="N", help="cut so, beside one (default: 3000)")
     parser.add_argument("--folder", metavar="DIR", help="on which disk (default: that of temporary files)")
     parser.add_argument("--only", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
