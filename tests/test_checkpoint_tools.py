@@ -17,6 +17,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
+from hypothesis import given
+from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from jzero.checkpoint import (
@@ -31,7 +33,7 @@ from jzero.checkpoint import (
     place,
     store,
 )
-from jzero.checkpoint.blocks import budget, regions, shape_of_blocks
+from jzero.checkpoint.blocks import BASE, COPIES, ENOUGH, Reader, budget, regions, shape_of_blocks
 from jzero.checkpoint.compare import compare
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.inspection import inspect
@@ -752,6 +754,37 @@ def test_large_chunks_of_others_are_told_first():
     with pytest.raises(LimitExceeded, match=r"needs --max-memory \d+MB; 1000MB .* to read is 537 MB") as raised:
         budget("reshard", 10**9, source=2**29, chunk=16 * 2**20)
     assert budget("reshard", raised.value.needed, source=2**29, chunk=16 * 2**20).block >= 2**29
+
+
+@given(st.integers(2**16, 2**28), st.integers(2**16, 2**26), st.integers(0, 2**30))
+def test_blocks_and_chunks_fit_into_the_memory(source, chunk, spare):
+    """Three blocks where the next is read ahead, else two; one of a chunk that is a block."""
+    least = BASE + COPIES * (source + max(chunk, store.IN_FLIGHT)) + max(source, 2 * chunk)
+    found = budget("reshard", least + spare, source, chunk)
+    blocks = 3 if found.ahead else 2 if source <= ENOUGH else 1
+    taken = BASE + COPIES * (found.reading + max(chunk, store.IN_FLIGHT)) + blocks * found.block
+    assert taken <= least + spare and found.block >= chunk and found.reading >= source
+    assert found.ahead or source > ENOUGH or spare < 2**30 // 4, "where there is room it is used"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_block_is_read_while_one_is_used(tmp_path, monkeypatch, ahead):
+    arrays = {("a",): np.arange(12.0), ("b",): np.arange(5.0)}
+    origin = Origin.open(write_arrays(tmp_path / "1", arrays, 16))
+    wanted = [(same(leaf), region) for leaf in origin.leaves for region in regions(same(leaf), (4,))]
+    reader, begun, block = Reader(origin, 2**20), [], Reader.block
+    monkeypatch.setattr(Reader, "block", lambda self, *job: begun.append(job) or block(self, *job))
+    for number, (found, (leaf, region)) in enumerate(zip(reader.blocks(wanted, ahead), wanted, strict=True)):
+        assert found.tolist() == arrays[leaf.path][slice(*region[0])].tolist()
+        if ahead and number + 1 < len(wanted):  # the thread begins it; when, is up to the system
+            while len(begun) < number + 2:
+                time.sleep(1e-3)
+        assert begun == wanted[: min(len(wanted), number + 1 + ahead)]
+    (tmp_path / "1" / origin.leaves[1].file((0,))).write_bytes(b"")
+    good = []
+    with pytest.raises(CorruptCheckpoint, match="leaf b: "):
+        good += reader.blocks(wanted, ahead)
+    assert len(good) == 3, "those before it come"
 
 
 # --- rewrites that are stopped

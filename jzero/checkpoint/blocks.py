@@ -2,7 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +32,15 @@ class Budget:
     """Bytes of memory, and what they are for.
 
     Attributes:
-        block: A block, of which there may be two at a time.
+        block: A block, of which there may be two at a time: one that is read while what was made of the one before is
+            on its way.
         reading: Chunks of the source that are on their way.
+        ahead: Whether there may be a third one: the next is then read while one is used.
     """
 
     block: int
     reading: int
+    ahead: bool
 
 
 def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
@@ -64,7 +69,9 @@ def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
         )
     spare = memory - needed
     more = min(spare // 3 // COPIES, max(0, store.IN_FLIGHT - source))
-    return Budget(least + (spare - COPIES * more) // 2, source + more)
+    rest = spare - COPIES * more
+    ahead = not large and rest >= least
+    return Budget(least + ((rest - least) // 3 if ahead else rest // 2), source + more, ahead)
 
 
 def shape_of_blocks(leaf: Made, chunk: Sequence[int], largest: int) -> tuple[int, ...]:
@@ -150,6 +157,34 @@ class Reader:
         store.windowed(itertools.chain.from_iterable(job(part, both) for part, both in parts), self.limit)
         self.progress(found[0].nbytes)
         return cast(found[0], leaf)
+
+    def blocks(self, wanted: Iterable[tuple[Made, Region]], ahead: bool) -> Iterator[np.ndarray]:
+        """Blocks in order; with `ahead` a thread reads the next one while one is used."""
+        if not ahead:
+            yield from (self.block(leaf, region) for leaf, region in wanted)
+            return
+        with ThreadPoolExecutor(1) as beside:
+            coming = None
+            for leaf, region in wanted:
+                following = beside.submit(self.block, leaf, region)
+                if coming is not None:
+                    yield coming.result()
+                coming = following
+            if coming is not None:
+                yield coming.result()
+
+
+@contextmanager
+def side_by_side(one: Reader, other: Reader) -> Iterator[Callable[[Made, Made, Region], tuple[np.ndarray, np.ndarray]]]:
+    """Reads the same block of two checkpoints at once."""
+    with ThreadPoolExecutor(1) as beside:
+
+        def both(mine: Made, theirs: Made, region: Region) -> tuple[np.ndarray, np.ndarray]:
+            coming = beside.submit(one.block, mine, region)
+            found = other.block(theirs, region)
+            return coming.result(), found
+
+        yield both
 
 
 def cast(array: np.ndarray, leaf: Made) -> np.ndarray:

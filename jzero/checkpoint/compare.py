@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jzero.checkpoint import encoding
-from jzero.checkpoint.blocks import Reader, budget, regions, shape_of_blocks
+from jzero.checkpoint.blocks import Reader, budget, regions, shape_of_blocks, side_by_side
 from jzero.checkpoint.chunks import Region
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import Entry
@@ -64,32 +64,32 @@ def compare(
     total, done = sum(a.nbytes for a, _ in alike), 0
     for leaf in others.values():
         yield Difference(leaf.name, f"only {other.folder} has it: {_kind(leaf)}")
-    mine, theirs = Reader(one, shared.reading), Reader(other, shared.reading)
-    for a, b in pairs:
-        if b is None:
-            yield Difference(a.name, f"only {one.folder} has it: {_kind(a)}")
-        elif _kind(a) != _kind(b):
-            yield Difference(a.name, f"{one.folder} has {_kind(a)}, {other.folder} has {_kind(b)}")
-        elif a.stored is not None:
-            try:
-                found = _bitwise(same(a), same(b), mine, theirs, shape_of_blocks(same(a), b.chunk, shared.block))
-            except CorruptCheckpoint as error:
-                found = f"it cannot be read: {error}"
-            if found:
-                yield Difference(a.name, found)
-            done += a.nbytes
-            progress("comparing", done, total)
+    with side_by_side(Reader(one, shared.reading), Reader(other, shared.reading)) as both:
+        for a, b in pairs:
+            if b is None:
+                yield Difference(a.name, f"only {one.folder} has it: {_kind(a)}")
+            elif _kind(a) != _kind(b):
+                yield Difference(a.name, f"{one.folder} has {_kind(a)}, {other.folder} has {_kind(b)}")
+            elif a.stored is not None:
+                try:
+                    found = _bitwise(same(a), same(b), both, shape_of_blocks(same(a), b.chunk, shared.block))
+                except CorruptCheckpoint as error:
+                    found = f"it cannot be read: {error}"
+                if found:
+                    yield Difference(a.name, found)
+                done += a.nbytes
+                progress("comparing", done, total)
 
 
 def _kind(leaf: Entry) -> str:
     return f"{leaf.dtype}{leaf.shape}"
 
 
-def _bitwise(a: Made, b: Made, mine: Reader, theirs: Reader, block: tuple[int, ...]) -> str:
+def _bitwise(a: Made, b: Made, both: Callable, block: tuple[int, ...]) -> str:
     """In how many elements a leaf differs, and where first; empty if in none."""
     count, first, largest = 0, "", 0.0
     for region in regions(a, block):
-        x, y = mine.block(a, region), theirs.block(b, region)
+        x, y = both(a, b, region)
         where = different(x, y)
         if not where.any():
             del x, y  # before the next ones are read

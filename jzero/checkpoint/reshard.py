@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 
 from jzero.checkpoint import encoding
-from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_blocks
-from jzero.checkpoint.chunks import LARGEST, grid, halved, inside
+from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_blocks, side_by_side
+from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside
 from jzero.checkpoint.compare import different
 from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, SaveFailed
 from jzero.checkpoint.manifest import Entry, Manifest
@@ -54,11 +54,12 @@ class Plan:
         """Bytes of all elements of the new checkpoint."""
         return sum(entry.nbytes for entry in self.manifest.leaves)
 
-    def work(self) -> Iterator[tuple[Made, Entry, tuple[int, ...]]]:
-        """Each leaf with elements, how it is written, and the shape of its blocks."""
+    def work(self) -> Iterator[tuple[Made, Entry, Region]]:
+        """Each leaf with elements, how it is written, and each of its blocks."""
         for leaf, entry in zip(self.leaves, self.manifest.leaves, strict=True):
             if entry.stored is not None:
-                yield leaf, entry, shape_of_blocks(leaf, entry.chunk, self.budget.block)
+                for region in regions(leaf, shape_of_blocks(leaf, entry.chunk, self.budget.block)):
+                    yield leaf, entry, region
 
 
 def plan(
@@ -186,20 +187,19 @@ def reshard(
 
     def pieces() -> Iterator[Piece]:
         reader = Reader(found.origin, found.budget.reading, _counted(progress, "rewriting", found.nbytes))
-        for leaf, entry, block in found.work():
-            for region in regions(leaf, block):
-                values = reader.block(leaf, region)
-                for number, part in _within(entry, region):
-                    yield Piece(entry, number, part, values[inside(part, region)])
-                del values
+        wanted = ((leaf, region) for leaf, _, region in found.work())
+        for (_, entry, region), values in zip(found.work(), reader.blocks(wanted, found.budget.ahead), strict=True):
+            for number, part in _within(entry, region):
+                yield Piece(entry, number, part, values[inside(part, region)])
+            del values  # or it would be there while the next but one is read
 
     def check(tmp: Path, manifest: Manifest) -> None:
         written = Origin(tmp, manifest)
         before = Reader(found.origin, found.budget.reading, _counted(progress, "verifying", found.nbytes))
         after = Reader(written, found.budget.reading)
-        for leaf, entry, block in found.work():
-            for region in regions(leaf, block):
-                if different(before.block(leaf, region), after.block(same(entry), region)).any():
+        with side_by_side(before, after) as both:
+            for leaf, entry, region in found.work():
+                if different(*both(leaf, same(entry), region)).any():
                     raise CorruptCheckpoint(
                         where / entry.file(), "would not hold what was read; memory or disk of this machine", leaf.name
                     )

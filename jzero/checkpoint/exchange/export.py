@@ -3,7 +3,7 @@
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
@@ -124,16 +124,16 @@ def export_safetensors(
     largest = max((leaf.chunk_nbytes for leaf, _ in pairs), default=0)
     shared = budget(f"export {origin.folder}", memory, largest, largest)
     check_disk(folder, on_disk(nbytes, len(files)))
+    block = min(shared.block, max(largest, ENOUGH))
+    work = [
+        (leaf, link, region)
+        for leaf, link in pairs
+        for _, region in grid(leaf.stored_shape, shape_of_blocks(leaf, link, block))
+    ]
     with place.whole(folder) as where:
-        reader = Reader(origin, shared.reading)
-        sums = _write(
-            reader,
-            pairs,
-            where,
-            files,
-            min(shared.block, max(largest, ENOUGH)),
-            lambda done: progress("writing", done, nbytes),
-        )
+        wanted = ((same(leaf), region) for leaf, _, region in work)
+        blocks = Reader(origin, shared.reading).blocks(wanted, shared.ahead)
+        sums = _write(zip(work, blocks, strict=True), where, files, lambda done: progress("writing", done, nbytes))
         _check(where, files, sums, lambda done: progress("checking", done, nbytes))
     dtypes = [spec.dtype for specs in files.values() for spec in specs]
     taken = {link.path for link in links}
@@ -161,11 +161,9 @@ Sums = list[tuple[str, Region, int]]
 
 
 def _write(
-    reader: Reader,
-    pairs: Sequence[tuple[Entry, Link]],
+    blocks: Iterable[tuple[tuple[Entry, Link, Region], np.ndarray]],
     folder: Path,
     files: Mapping[str, Sequence[Spec]],
-    block: int,
     progress: Callable[[int], None],
 ) -> Sums:
     """Writes all tensors; returns the sums of what was written."""
@@ -178,18 +176,17 @@ def _write(
             file.write(text)
             file.truncate(len(text) + sum(tensor.nbytes for tensor in tensors))
             places |= {tensor.name: (file.fileno(), tensor) for tensor in tensors}
-        for leaf, link in pairs:
-            for _, region in grid(leaf.stored_shape, shape_of_blocks(leaf, link, block)):
-                array = encoding.values(reader.block(same(leaf), region), leaf.dtype)
-                for name, at, piece in link.parts(region):
-                    handle, tensor = places[name]
-                    part = _cast(piece.of(array[(*at, ...)]), link)
-                    slices.write(handle, tensor, piece.region, part)
-                    sums.append((name, piece.region, zlib.crc32(slices.raw(part))))
-                    done += part.nbytes
-                    progress(done)
-                    del part
-                del array  # or there would be two of them when the next is read
+        for (leaf, link, region), found in blocks:
+            array = encoding.values(found, leaf.dtype)
+            for name, at, piece in link.parts(region):
+                handle, tensor = places[name]
+                part = _cast(piece.of(array[(*at, ...)]), link)
+                slices.write(handle, tensor, piece.region, part)
+                sums.append((name, piece.region, zlib.crc32(slices.raw(part))))
+                done += part.nbytes
+                progress(done)
+                del part
+            del array, found  # or they would be there while the next but one is read
         for handle in {handle for handle, _ in places.values()}:
             os.fsync(handle)
             if hasattr(os, "posix_fadvise"):  # what is compared then comes from the disk
