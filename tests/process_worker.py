@@ -14,6 +14,7 @@ import optax
 import jzero
 from jzero.checkpoint import Checkpointer, SaveFailed, cut, place
 from jzero.checkpoint.processes import Processes
+from jzero.checkpoint.reshard import reshard
 
 STEPS, EXAMPLES = 3, 16
 PROCESS_CONFIGS = [(1, "8"), (3, "2,2,2")]
@@ -95,6 +96,18 @@ def save_while_locked(checkpointer, state, layout, tx):
     return said, left
 
 
+def save_in_two_orders(folder, state, layout, tx):
+    """Two checkpointers write at once, in each process another one first, after one process has rewritten alone."""
+    if jax.process_index():
+        reshard(folder / "alone", folder / "rewritten")
+    both = [Checkpointer(folder / name, keep=1, timeout=20) for name in ("one", "other")]
+    for checkpointer in both if jax.process_index() else reversed(both):  # as their threads may come to it
+        checkpointer.save(1, state, tx, layout, only=("params",))
+    for checkpointer in both:
+        checkpointer.close()
+    return [checkpointer.steps for checkpointer in both]
+
+
 def checkpoints(folder):
     """Saves from both processes, restores what one process has saved, and says what came of each.
 
@@ -137,6 +150,7 @@ def checkpoints(folder):
                 cut.pieces = pieces
                 found[name]["steps"] = checkpointer.steps
                 found[name]["refused"] = save_while_locked(checkpointer, state, layout, TX)
+                found[name]["orders"] = save_in_two_orders(folder, state, layout, TX)
         alone = Checkpointer(folder / "alone").restore(TX, layout, **OTHERS)
         found[name]["alone"] = digest(alone.state) == digest(state)
     return found

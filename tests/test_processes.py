@@ -127,6 +127,10 @@ def test_a_save_that_one_process_cannot_write_is_given_up_by_both(results, folde
     assert [path.name for path in (folder / "checkpoints" / "3 2x2x2").iterdir()] == ["3"], "nothing is left"
 
 
+def test_what_one_process_writes_alone_or_first_keeps_the_others_waiting_for_nothing(results):
+    assert [result["checkpoints"]["3 2,2,2"]["orders"] for result in results] == [[[1], [1]], [[1], [1]]]
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_in_a_save_leaves_what_was_there(tmp_path):
     saved = tmp_path / "saved"

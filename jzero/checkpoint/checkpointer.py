@@ -1,6 +1,5 @@
 """`Checkpointer`: a run's folder of checkpoints, one for each step that was saved."""
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +22,6 @@ from jzero.checkpoint.write import write
 from jzero.layout import Layout
 from jzero.loss_scale import DynamicLossScale
 from jzero.state import TrainState
-
-_prunes = itertools.count()  # names barriers
 
 
 class Restored(NamedTuple):
@@ -249,12 +246,13 @@ class Checkpointer:
                 warnings.warn(f"What stopped saves have left in {self.directory} stays: {error}", stacklevel=2)
         write(self.directory / str(manifest.step), manifest, pieces, processes=processes, overwrite=overwrite)
         if self.keep is not None:
-            if processes.index == 0:
-                try:
+            try:
+                if processes.index == 0:
                     self._prune(self.keep)
-                except OSError as error:
-                    warnings.warn(f"{self.directory} keeps more than keep={self.keep}: {error}", stacklevel=2)
-            processes.meet(f"{next(_prunes)}/pruned/{self.directory}")
+            except OSError as error:
+                warnings.warn(f"{self.directory} keeps more than keep={self.keep}: {error}", stacklevel=2)
+            finally:  # whatever it was, others wait for this process there
+                processes.meet(f"{self.directory}/pruned")
 
     def _prune(self, keep: int) -> None:
         best = self.best_step

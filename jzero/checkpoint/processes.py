@@ -1,5 +1,8 @@
 """The processes of a run, and how they wait for each other and hear what went wrong."""
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +11,9 @@ from jax._src import distributed
 
 TIMEOUT = 600.0
 """Seconds that a process waits for the others."""
+
+_times: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""How often processes have met under each name. Not over all names: threads meet in another order in each process."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Processes:
         training step may do so as well, and a full disk stops nobody.
 
         Args:
-            name: A name that all processes use here, and none a second time.
+            name: A name that all processes use here, and each as often as the others.
             failure: What went wrong in this process.
 
         Returns:
@@ -49,6 +55,7 @@ class Processes:
         if self.count == 1:
             return failed
         client: Any = distributed.global_state.client  # JAX has no public name for it
+        name = f"{name}/{next(_times[name])}"
         for index, text in failed.items():
             client.key_value_set(f"jzero/{name}/failed/{index}", text)
         client.wait_at_barrier(f"jzero/{name}", round(self.timeout * 1000))

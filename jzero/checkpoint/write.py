@@ -1,6 +1,5 @@
 """A checkpoint onto the disk."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -12,8 +11,6 @@ from jzero.checkpoint.errors import BeingWritten, SaveFailed
 from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
-
-_writes = itertools.count()  # names meetings; all processes write in the same order
 
 
 def write(
@@ -47,7 +44,7 @@ def write(
     processes = processes or Processes()
     if folder.exists() and not overwrite:
         raise FileExistsError(f"{folder} is there already. Choose another place, or pass overwrite=True.")
-    tmp, number, first = place.tmp(folder), next(_writes), processes.index == 0
+    tmp, first = place.tmp(folder), processes.index == 0
     with ExitStack() as stack:
 
         def begin():
@@ -72,7 +69,7 @@ def write(
         for name, work in (("begin", begin), ("fill", fill), ("commit", commit)):
             failure = _failure(work)
             try:
-                failed = processes.meet(f"{number}/{name}/{folder}", failure)
+                failed = processes.meet(f"{folder}/{name}", failure)
             except Exception as error:
                 raise SaveFailed(f"{folder} was not written: the other processes did not come ({error}).") from error
             if isinstance(failure, BeingWritten):
