@@ -859,7 +859,6 @@ import jax, numpy as np
 from safetensors import safe_open
 import jzero
 from jzero.checkpoint.exchange import slices
-from jzero.checkpoint.exchange.dims import Dims, Turn
 file, address, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
