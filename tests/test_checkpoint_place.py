@@ -89,6 +89,35 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path, holder):
     assert names(tmp_path) == ["made", "model.safetensors", "source"]
 
 
+def test_what_another_process_has_written_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    """It was not there when this one looked, and is there when this one has the lock."""
+    source = write_arrays(tmp_path / "source", {("params", "w"): np.ones(3, np.float32)})
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    layout = layout_of(3, "8")
+    state = random_state(layout)
+    works = {
+        "reshard": lambda: reshard(source, tmp_path / "9"),
+        "export": lambda: export_safetensors(source, tmp_path / "9"),
+        "import": lambda: import_params(tmp_path / "model.safetensors", tmp_path / "9"),
+        "save": lambda: Checkpointer(tmp_path, async_=False).save(9, state, TX, layout),
+    }
+    flock = fcntl.flock
+
+    def late(handle, how):
+        if not (tmp_path / "9").exists():
+            shutil.copytree(source, tmp_path / "9")
+        return flock(handle, how)
+
+    for name, work in works.items():
+        monkeypatch.setattr(fcntl, "flock", late)
+        with pytest.raises(FileExistsError, match="9 is there already"):
+            work()
+        monkeypatch.undo()
+        assert names(tmp_path) == ["9", "model.safetensors", "source"], name
+        assert list(read_arrays(tmp_path / "9")) == [("params", "w")], name
+        shutil.rmtree(tmp_path / "9")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_job_does_not_remove_the_first_ones_save(tmp_path, holder, asynchronous):
     layout = layout_of(3, "8")

@@ -60,6 +60,13 @@ class BeingWritten(SaveFailed):
         )
 
 
+class InTheWay(FileExistsError):
+    """Something is there, and may not be replaced."""
+
+    def __init__(self, folder: object):
+        super().__init__(f"{folder} is there already. Choose another place, or pass overwrite=True (--overwrite).")
+
+
 def disk_full(error: BaseException | None) -> bool:
     """Whether an error says that a disk is full; tensorstore's are ValueErrors with the text of the system's."""
     return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))

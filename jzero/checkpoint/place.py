@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from jzero.checkpoint.errors import BeingWritten, SaveFailed, disk_full
+from jzero.checkpoint.errors import BeingWritten, InTheWay, SaveFailed, disk_full
 
 TMP = ".jzero-tmp"
 """Ends the name of what is being written or removed."""
@@ -131,6 +131,27 @@ def tidy(folder: Path) -> None:
         _discard(tmp(folder))
 
 
+def check_new(folder: Path, overwrite: bool) -> None:
+    """Raises if something is there, and may not be replaced.
+
+    Raises:
+        InTheWay: It is.
+    """
+    if folder.exists() and not overwrite:
+        raise InTheWay(folder)
+
+
+def begin(folder: Path, overwrite: bool) -> None:
+    """An empty folder to write into, by the process that has the lock; what was stopped there is ended before.
+
+    Raises:
+        InTheWay: Something is there, perhaps only since this process has looked before, and may not be replaced.
+    """
+    tidy(folder)
+    check_new(folder, overwrite)
+    tmp(folder).mkdir()
+
+
 def clean(directory: Path) -> None:
     """Recovers all that was stopped in a directory. What other processes are at is left."""
     names = {path.name.removesuffix(end) for path in stale(directory) for end in (TMP, OLD, LOCK)}
@@ -153,16 +174,16 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[Path]:
+def whole(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A folder to write into, which takes its place when all is written, and goes if not.
 
     Raises:
         BeingWritten: Another process is at it.
+        InTheWay: Something is there, and may not be replaced.
         SaveFailed: The system refused something.
     """
     with locked(folder):
-        tidy(folder)
-        tmp(folder).mkdir()
+        begin(folder, overwrite)
         try:
             yield tmp(folder)
             put(folder)

@@ -56,8 +56,7 @@ def check_free(folder: Path, overwrite: bool, ours: Callable[[Path], bool], what
         return
     if not folder.is_dir():
         raise FileExistsError(f"{folder} is a file. Choose another place.")
-    if not overwrite:
-        raise FileExistsError(f"{folder} is there already. Choose another place, or pass overwrite=True (--overwrite).")
+    place.check_new(folder, overwrite)
     others = sorted(path.name for path in folder.iterdir() if not ours(path))
     if others:
         raise FileExistsError(

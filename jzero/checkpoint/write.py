@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jzero.checkpoint import orbax_format, place, store
-from jzero.checkpoint.errors import BeingWritten, SaveFailed
+from jzero.checkpoint.errors import BeingWritten, InTheWay, SaveFailed
 from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
@@ -37,21 +37,19 @@ def write(
             the write. The first process calls it.
 
     Raises:
-        FileExistsError: One is there.
+        InTheWay: A `FileExistsError`: one is there.
         BeingWritten: Another job is at it.
         SaveFailed: It could not be written, by this process or another; what was written is removed.
     """
     processes = processes or Processes()
-    if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} is there already. Choose another place, or pass overwrite=True.")
+    place.check_new(folder, overwrite)
     tmp, first = place.tmp(folder), processes.index == 0
     with ExitStack() as stack:
 
         def begin():
             if first:
                 stack.enter_context(place.locked(folder))
-                place.tidy(folder)
-                tmp.mkdir()
+                place.begin(folder, overwrite)
                 stack.callback(shutil.rmtree, tmp, ignore_errors=True)  # unless it has its name by then
                 (tmp / ARRAYS).mkdir()
                 store.create(tmp, manifest.leaves)
@@ -72,7 +70,7 @@ def write(
                 failed = processes.meet(f"{folder}/{name}", failure)
             except Exception as error:
                 raise SaveFailed(f"{folder} was not written: the other processes did not come ({error}).") from error
-            if isinstance(failure, BeingWritten):
+            if isinstance(failure, BeingWritten | InTheWay):
                 raise failure
             if failed:
                 of = {index: text for index, text in failed.items() if index != processes.index}

@@ -130,7 +130,7 @@ def export_safetensors(
         for leaf, link in pairs
         for _, region in grid(leaf.stored_shape, shape_of_blocks(leaf, link, block))
     ]
-    with place.whole(folder) as where:
+    with place.whole(folder, overwrite) as where:
         wanted = ((same(leaf), region) for leaf, _, region in work)
         blocks = Reader(origin, shared.reading).blocks(wanted, shared.ahead)
         sums = _write(zip(work, blocks, strict=True), where, files, lambda done: progress("writing", done, nbytes))
