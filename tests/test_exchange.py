@@ -31,7 +31,7 @@ from jzero.checkpoint import (
     import_params,
     load_safetensors,
 )
-from jzero.checkpoint.exchange import slices
+from jzero.checkpoint.exchange import export, slices
 from jzero.checkpoint.exchange.dims import Dims, Turn
 from jzero.checkpoint.exchange.export import shape_of_blocks
 from jzero.checkpoint.exchange.files import find
@@ -813,6 +813,30 @@ def test_what_was_written_is_read_back(tmp_path, monkeypatch):
     with pytest.raises(CorruptTensors, match=r"tensor [ab]: .*reads back with other bytes than were written"):
         export_safetensors(folder, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]
+
+
+def test_what_is_kept_of_what_was_written_does_not_grow_with_its_pieces(tmp_path, monkeypatch):
+    """Of a matrix whose rows go to every other place a block is written row by row."""
+    rule = '{ tensor = "t", dims = "(k two) d -> d (two k)" }'
+    (tmp_path / "map.toml").write_text(f"[sizes]\ntwo = 2\n[leaves]\nw = {rule}")
+    monkeypatch.setattr(export, "ENOUGH", 3000)
+    w = bits_of(np.float32, 5, 300)
+    sums, check, write, rows = [], export._check, slices.write, []
+    monkeypatch.setattr(export, "_check", lambda *arguments: sums.append(arguments[2]) or check(*arguments))
+    monkeypatch.setattr(slices, "write", lambda *arguments: rows.append(arguments[2]) or write(*arguments))
+    export_safetensors(saved(tmp_path / "1", {("w",): w}, 200), tmp_path / "hf", map=tmp_path / "map.toml")
+    assert len(rows) == 300 and len(sums[0]) < 10
+    with safe_open(tmp_path / "hf/model.safetensors", "np") as file:
+        assert same(file.get_tensor("t"), w.reshape(5, 2, 150).transpose(2, 1, 0).reshape(300, 5))
+    at = []
+
+    def flipped(handle, tensor, region, part):
+        at.append(region)
+        write(handle, tensor, region, part if len(at) != 170 else np.zeros_like(part))
+
+    monkeypatch.setattr(slices, "write", flipped)
+    with pytest.raises(CorruptTensors, match=r"tensor t: .*reads back with other bytes than were written"):
+        export_safetensors(tmp_path / "1", tmp_path / "other", map=tmp_path / "map.toml")
 
 
 def test_memory_and_disk_are_looked_at_before_anything_is_written(tmp_path, monkeypatch):

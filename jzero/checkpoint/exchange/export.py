@@ -156,8 +156,11 @@ def shape_of_blocks(leaf: Entry, link: Link, largest: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-Sums = list[tuple[str, Region, int]]
-"""For each slice that was written its tensor and its CRC-32."""
+Sums = list[tuple[Link, Region, dict[str, int]]]
+"""For each block that was written its leaf, where it lies, and the CRC-32 of what each tensor got of it.
+
+Not for each slice of a tensor: where dims are turned there may be as many as elements.
+"""
 
 
 def _write(
@@ -176,17 +179,18 @@ def _write(
             file.write(text)
             file.truncate(len(text) + sum(tensor.nbytes for tensor in tensors))
             places |= {tensor.name: (file.fileno(), tensor) for tensor in tensors}
-        for (leaf, link, region), found in blocks:
-            array = encoding.values(found, leaf.dtype)
+        for (leaf, link, region), block in blocks:
+            array, found = encoding.values(block, leaf.dtype), {}
             for name, at, piece in link.parts(region):
                 handle, tensor = places[name]
                 part = _cast(piece.of(array[(*at, ...)]), link)
                 slices.write(handle, tensor, piece.region, part)
-                sums.append((name, piece.region, zlib.crc32(slices.raw(part))))
+                found[name] = zlib.crc32(slices.raw(part), found.get(name, 0))
                 done += part.nbytes
                 progress(done)
                 del part
-            del array, found  # or they would be there while the next but one is read
+            sums.append((link, region, found))
+            del array, block  # or they would be there while the next but one is read
         for handle in {handle for handle, _ in places.values()}:
             os.fsync(handle)
             if hasattr(os, "posix_fadvise"):  # what is compared then comes from the disk
@@ -221,11 +225,14 @@ def _check(folder: Path, files: Mapping[str, Sequence[Spec]], sums: Sums, progre
         raise CorruptTensors(folder, "reads back with other tensors than were written")
     done = 0
     with slices.Files() as opened:
-        for name, region, sum_ in sums:
-            tensor = tensors[name]
-            array = slices.read(opened, tensor, region)
-            if zlib.crc32(slices.raw(array)) != sum_:
-                raise CorruptTensors(tensor.file, "reads back with other bytes than were written", name)
-            done += array.nbytes
-            progress(done)
-            del array
+        for link, region, before in sums:
+            found: dict[str, int] = {}
+            for name, _, piece in link.parts(region):
+                array = slices.read(opened, tensors[name], piece.region)
+                found[name] = zlib.crc32(slices.raw(array), found.get(name, 0))
+                done += array.nbytes
+                progress(done)
+                del array
+            for name in before:
+                if found[name] != before[name]:
+                    raise CorruptTensors(tensors[name].file, "reads back with other bytes than were written", name)
