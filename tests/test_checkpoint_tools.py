@@ -167,7 +167,7 @@ def test_a_model_axis_that_does_not_divide_is_named(saved):
     ("mesh", "stage", "says"),
     [
         ({"data": 4, "model": 2}, 3, {}),
-        ({"data": 4, "model": 4}, 3, {"model": "would cut only leaves that it does not divide"}),
+        ({"data": 4, "model": 4}, 3, {"model": "would cut only leaves that this mesh does not divide"}),
         ({"data": 4, "tp": 2}, 3, {"tp": "where the checkpoint was saved they were cut over 'model' and not over it"}),
         ({"data": 4, "model": 2}, 0, {"data": "cuts no leaf at this stage, and so all devices along it hold the same"}),
         ({"data": 4, "model": 1}, 3, {}),

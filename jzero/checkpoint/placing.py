@@ -89,7 +89,7 @@ def idle(where: Sequence[Placed], saved_from: Mapping[str, Any], mesh: Mapping[s
         if axis in batch:
             found[axis] = "cuts no leaf at this stage, and so all devices along it hold the same"
         elif axis in named:
-            found[axis] = "would cut only leaves that it does not divide"
+            found[axis] = "would cut only leaves that this mesh does not divide"
         elif not known:
             found[axis] = "is not known to cut a leaf: the checkpoint does not say which axes cut its leaves"
         elif others:
