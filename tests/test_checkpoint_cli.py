@@ -232,8 +232,9 @@ def test_limits_are_told_before_anything_is_written(run, tmp_path, monkeypatch, 
 
 def test_exit_codes_of_what_could_not_be_written(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    code, _, err = called(capsys, "reshard", run, tmp_path / "file" / "made")
-    assert code == 2 and "made was not written: " in err and "Free some space" not in err
+    for command in ("reshard", "export"):
+        code, _, err = called(capsys, command, run, tmp_path / "file" / "made")
+        assert code == 2 and "made was not written: " in err and "Free some space" not in err
 
     def full(*_):
         raise ValueError("UNKNOWN: Failed to write [OS error 28: No space left on device]")  # as tensorstore says it

@@ -182,16 +182,19 @@ def whole(folder: Path, overwrite: bool) -> Iterator[Path]:
         InTheWay: Something is there, and may not be replaced.
         SaveFailed: The system refused something.
     """
-    with locked(folder):
-        begin(folder, overwrite)
-        try:
-            yield tmp(folder)
-            put(folder)
-        except BaseException as error:
-            shutil.rmtree(tmp(folder), ignore_errors=True)
-            if isinstance(error, OSError):
-                raise SaveFailed(unwritten(folder, f": {error}", error)) from error
-            raise
+    try:
+        with locked(folder):
+            begin(folder, overwrite)
+            try:
+                yield tmp(folder)
+                put(folder)
+            except BaseException:
+                shutil.rmtree(tmp(folder), ignore_errors=True)
+                raise
+    except InTheWay:
+        raise
+    except OSError as error:
+        raise SaveFailed(unwritten(folder, f": {error}", error)) from error
 
 
 def unwritten(folder: Path, why: str, error: BaseException | None) -> str:
