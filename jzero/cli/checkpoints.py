@@ -14,6 +14,7 @@ from jzero.checkpoint import malloc
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded, SaveFailed
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.reshard import MEMORY
+from jzero.cli.help import Help
 from jzero.cli.options import mesh_axes, nbytes, parsed
 from jzero.wording import size
 
@@ -29,7 +30,7 @@ def command(subparsers: Any, name: str, text: str, description: str, examples: s
         help=text,
         description=description,
         epilog=f"{examples}\n\n{CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text; sizes in bytes, null for NaN")
     return parser
