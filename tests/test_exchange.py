@@ -633,7 +633,10 @@ def test_all_that_makes_no_tensor_is_named_at_once(tmp_path):
         ("stacked = 3", "stacked = 3; wanted a list of strings"),
         ("", "is missing or empty"),
         ('[leaves]\n"a" = 3\n"b" = { tensor = "x", transposed = true }', "'b': .*wanted a tensor"),
-        ('[leaves]\n"a/{n}" = "b"', r"names \['n'\] in braces, its tensor \[\]"),
+        (
+            '[leaves]\n"a/{n}" = "b"',
+            "'a/{n}': has {n}, its tensor no name in braces; both must have the same",
+        ),
         ('[leaves]\n"a" = "x"\n"b" = "x"', "'x' is the tensor of several leaves"),
         ('[leaves]\n"a" = { tensor = "x", transpose = "yes" }', "wanted true or false"),
         ('[leaves]\n"a" = { tensor = "x", transpose = [1, 0] }', 'Other orders are dims = "o i h w -> h w i o"'),
