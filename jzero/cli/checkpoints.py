@@ -19,8 +19,9 @@ from jzero.cli.options import mesh_axes, nbytes, parsed
 from jzero.wording import size
 
 CODES = """\
-exit codes: 0 done; 1 damaged or different; 2 a wrong command line, no checkpoint there, or a folder that cannot be read
-or written; 3 memory or disk are too small, told before anything is written unless others fill the disk meanwhile."""
+exit codes: 0 done; 1 damaged or different; 2 a wrong command line, no checkpoint there, one that does not fit, or a
+folder that cannot be read or written; 3 memory or disk are too small, told before anything is written unless others
+fill the disk meanwhile."""
 
 
 def command(subparsers: Any, name: str, text: str, description: str, examples: str) -> argparse.ArgumentParser:
