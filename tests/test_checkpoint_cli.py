@@ -227,7 +227,7 @@ def test_limits_are_told_before_anything_is_written(run, tmp_path, monkeypatch, 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     code, _, err = called(capsys, "reshard", run, tmp_path / "made")
-    assert code == 3 and "MB are free there" in err
+    assert code == 3 and "1.00 kB are free there" in err
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 

@@ -192,7 +192,9 @@ def test_a_model_axis_is_asked_of_a_run_without_one(tmp_path):
     assert (
         inspect(tmp_path / "made", mesh={"data": 2, "model": 2})
         .idle["model"]
-        .startswith("is not known to cut a leaf: the checkpoint does not say which axes cut its leaves. All devices")
+        .startswith(
+            "is not known to cut a leaf: the checkpoint does not say which axes cut its leaves. Devices along it"
+        )
     )
 
 
@@ -932,7 +934,7 @@ def test_a_disk_that_is_too_small_is_told_first(tmp_path, monkeypatch):
     source = write_arrays(tmp_path / "source", {("params", "w"): np.ones((64, 64), np.float32)})
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000))
-    with pytest.raises(LimitExceeded, match=r"takes \d+ MB; 0 MB are free there") as raised:
+    with pytest.raises(LimitExceeded, match=r"takes \d+ kB; 20.00 kB are free there") as raised:
         reshard(source, tmp_path / "made")
     assert raised.value.limit == 20_000 and [path.name for path in tmp_path.iterdir()] == ["source"]
 
