@@ -114,7 +114,7 @@ def test_verify(run, capsys):
     assert called(capsys, "verify", run / "21", "--against", run / "20")[0] == 0
     (run / "21" / "state" / "params.odd" / "c" / "0" / "0").unlink()
     code, out, _ = called(capsys, "verify", run)
-    assert code == 1 and "21 is damaged; 1 files" in out and "leaf params/odd: " in out and "0/0 is missing" in out
+    assert code == 1 and "21 is damaged; 1 file:" in out and "leaf params/odd: " in out and "0/0 is missing" in out
     code, found = as_json(capsys, "verify", run)
     assert code == 1 and found["problems"][0]["leaf"] == "params/odd" and not found["whole"]
     (run / "21" / "jzero.json").write_text("{}")
@@ -127,7 +127,7 @@ def test_reshard(run, tmp_path, capsys):
     made = tmp_path / "made"
     command = ["reshard", run, made, "--drop", "opt_state", "--stack", "params/h/#=params/h"]
     code, out, err = called(capsys, *command, "--cast", "params/**=bfloat16", "--mesh", "data=2,stage=3")
-    assert code == 0 and err == "" and "3 leaves" in out and "compared with what was read" in out
+    assert code == 0 and err == "" and f"20 to {made}: 3 leaves" in out and "compared with what was read" in out
     leaves = {leaf.name: (leaf.dtype, leaf.shape) for leaf in Manifest.read(made).leaves}
     assert leaves == {
         "params/h/w": ("bfloat16", (2, 16, 8)),
@@ -168,6 +168,7 @@ def test_rules_are_applied_in_their_order(run, tmp_path, capsys):
     [
         (["inspect", "nowhere"], "nowhere is not there"),
         (["inspect", "."], "holds none: it has neither jzero.json nor orbax's _METADATA"),
+        (["inspect", "."], "Did you mean run?"),
         (["inspect", "run", "--fits", "data=-1"], "wanted the size of each axis"),
         (["inspect", "run", "--fits", "stage=3"], "wanted axes and perhaps a stage"),
         (["inspect", "run", "--fits", "data=2,stage=4"], "stage of 0 to 3"),
@@ -226,7 +227,7 @@ def test_limits_are_told_before_anything_is_written(run, tmp_path, monkeypatch, 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     code, _, err = called(capsys, "reshard", run, tmp_path / "made")
-    assert code == 3 and "MB are free there" in err
+    assert code == 3 and "1.00 kB are free there" in err
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 

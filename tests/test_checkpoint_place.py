@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_what_was_there_and_gives_its_space_back(small_disk, 
     }
     usage, wanted = (
         shutil.disk_usage,
-        (LimitExceeded, r"takes 1\d MB; 8 MB are free there\. Free some space, or choose"),
+        (LimitExceeded, r"takes 1\d\.\d\d MB; 8\.\d\d MB are free there\. Free some space, or choose"),
     )
     if not known:
         wanted = SaveFailed, r"2 was not written: .*No space left on device.* Free some space\. What was there"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.cli import main
+from jzero.cli import COMMANDS, main
 from jzero.cli.options import filled, mesh_axes
 from tests.test_checkpoint_tools import write_arrays
 
@@ -67,6 +67,21 @@ def test_example_of_the_paper(capsys):
     assert line.split()[-4:] == ["120", "31.4", "16.6", "1.88"]
     assert "Stage 1 is the lowest that fits" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def help_of(capsys, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], *([each.__name__.rsplit(".", 1)[1].strip("_")] for each in COMMANDS)])
+def test_help_fits_the_terminal_and_its_examples_can_be_pasted(capsys, monkeypatch, command):
+    narrow, wide = (help_of(capsys, monkeypatch, command, columns) for columns in (80, 200))
+    assert max(map(len, narrow.splitlines())) <= 80
+    joined = narrow.replace(" \\\n     ", "").splitlines()
+    examples = ["  " + line[2:].split("  ")[0] for line in wide.splitlines() if line.startswith("  jzero")]
+    assert all(example in joined for example in examples) and bool(examples) == bool(command)
 
 
 def test_json_and_text_say_the_same(capsys):

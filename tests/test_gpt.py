@@ -462,6 +462,9 @@ def test_a_run_that_a_signal_stops_goes_on_bit_for_bit(folder, tmp_path, capsys,
     assert losses(out) == losses(whole)
     assert rows_of(out, "validation") == rows_of(whole, "validation") and len(rows_of(out, "validation")) == 3
     assert [row["status"] for row in rows_of(out, "summary")] == ["finished"]
+    assert resumed(folder, out, "--resume") == 0
+    said = capsys.readouterr().out
+    assert "All 5 steps are made" in said and "nan" not in said and "Held-out text: " in said
 
 
 @pytest.mark.slow

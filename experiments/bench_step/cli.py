@@ -15,6 +15,7 @@ from experiments.bench_step.compare import Disagreement, compare, compare_cpu_ti
 from experiments.bench_step.model import Size
 from experiments.gpt import devices
 from experiments.gpt.config import Config
+from jzero.cli.help import Help
 
 COMPARISON = Size(layers=4, width=256, heads=4, vocabulary=256, context=128, batch_size=8)
 MATMULS = Size(layers=2, width=512, heads=8, vocabulary=256, context=128, batch_size=16)
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.bench_step",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     text = "ZeRO stages to measure (default: 3; all with --cpu-time)"
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), metavar="0..3", help=text)

@@ -18,6 +18,7 @@ from experiments.gpt.record import Record
 from experiments.gpt.resume import checkpointer, resume
 from experiments.gpt.train import train
 from jzero.checkpoint import CorruptCheckpoint
+from jzero.cli.help import Help
 from jzero.cli.options import parsed
 
 COMPARE_STEPS = 5
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.gpt",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
 
     def option(group, kind, name, text, **more):

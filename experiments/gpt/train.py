@@ -72,11 +72,14 @@ def train(
     bits, code, status = None, 0, "finished"
     state, start = (job.init(config.seed), 0) if restored is None else (restored.state, restored.step)
     report.show_bytes(console, config, job, state)
-    if start:
+    if start == config.steps:
+        console.print(f"All {start} steps are made; {saved.path(start)} is the last of them.", soft_wrap=True)
+    elif start:
         console.print(f"Goes on after step {start}, from {saved.path(start)}.", soft_wrap=True)
     try:
         evaluate = make_evaluate(job, config.batch_size)
-        state = _steps(config, job, text, state, start, evaluate, held_out, record, saved, console, auditing)
+        if start < config.steps:
+            state = _steps(config, job, text, state, start, evaluate, held_out, record, saved, console, auditing)
         with console.status(f"Validation on all {len(text.held_out):,} held-out bytes"):
             bits = evaluate(state.params, held_out)
         record.add("validation", step=config.steps, bits_per_byte=bits, windows=len(held_out))

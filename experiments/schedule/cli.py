@@ -13,6 +13,7 @@ from experiments.schedule import report
 from experiments.schedule.config import Config, parse_option
 from experiments.schedule.models import MODELS
 from experiments.schedule.program import compile_program
+from jzero.cli.help import Help
 from jzero.cli.options import parsed
 from jzero.targets import GPUS
 
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.schedule",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
 
     def option(name, text, kind: Callable[[str], Any] = int, **more: Any):

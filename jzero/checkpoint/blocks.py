@@ -16,6 +16,7 @@ from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import Made
+from jzero.wording import size
 
 BASE = 40 * 2**20
 """Bytes that tensorstore's threads and their memory take, whatever is read."""
@@ -63,7 +64,7 @@ def budget(what: str, memory: int, source: int, chunk: int) -> Budget:
     if needed > memory:
         raise LimitExceeded(
             f"{what}: needs --max-memory {-(-needed // 10**6)}MB; {memory // 10**6}MB are allowed. The largest chunk "
-            f"to read is {source / 1e6:.0f} MB, the largest to write {chunk / 1e6:.0f} MB.",
+            f"to read is {size(source)}, the largest to write {size(chunk)}.",
             needed,
             memory,
         )

@@ -13,7 +13,7 @@ import optax
 from jzero.arguments import check_arguments
 from jzero.checkpoint import cut, parts, place, run_folder
 from jzero.checkpoint.errors import BeingWritten
-from jzero.checkpoint.manifest import Manifest
+from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.parts import PARTS
 from jzero.checkpoint.processes import TIMEOUT, Processes
 from jzero.checkpoint.restore import restored, restored_params
@@ -183,7 +183,7 @@ class Checkpointer:
         Raises:
             FileExistsError: There is one of this step.
             SaveFailed: Without `async_`: it could not be written. Those before are as they were.
-            TypeError: `data` is nothing that JSON can hold.
+            TypeError: `data` is nothing that JSON can hold, or one of `metrics` is no number.
             ValueError: The state is not of this layout and `tx`.
 
         Warns:
@@ -199,18 +199,21 @@ class Checkpointer:
             self.wait()
         except Exception as error:  # whatever it was, this save may go well
             warnings.warn(f"The save before step {step} failed: {error}", stacklevel=2)
+        numbers = _numbers(metrics or {})
         sources = cut.sources(parts.items(state, tx, layout, only))
         manifest = Manifest(
             leaves=tuple(source.entry for source in sources),
             step=step,
             data=data,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            metrics=numbers,
             saved_from=parts.described(layout),
         )
         try:
             manifest.to_json()
         except (TypeError, ValueError) as error:
-            raise TypeError(f"save: data or metrics are nothing that JSON holds: {error}.") from error
+            raise TypeError(
+                f"save: data or metrics are nothing that JSON holds: {error}. Pass numbers, strings, lists and dicts."
+            ) from error
         if self.path(step).exists() and not overwrite:
             raise FileExistsError(
                 f"{self.path(step)} is there already. Pass overwrite=True to replace it, or save into another folder."
@@ -334,9 +337,10 @@ class Checkpointer:
         check_arguments("restore(tx, layout)", layout=layout, tx=tx)
         only = parts.chosen("restore", only)
         if (len(only) < len(PARTS) or on_missing == "init") and init is None:
+            option = "on_missing='init'" if len(only) == len(PARTS) else f"only={list(only)}"
             raise ValueError(
-                f"restore: only={only} and on_missing={on_missing!r} may leave something to be made afresh; pass "
-                f"init=lambda: jzero.init(init_params, tx, layout, ...)."
+                f"restore: with {option} the rest is made afresh; pass init=lambda: jzero.init(init_params, tx, "
+                f"layout, ...) as well."
             )
         number, manifest = self._open(step)
         state = restored(
@@ -383,12 +387,44 @@ class Checkpointer:
                     "restore: step='best' needs a metric; make the Checkpointer with best=('loss', 'min')."
                 )
             if found is None:
-                what = f"no checkpoint with the metric {self.best}" if step == "best" else "no checkpoint"
-                raise FileNotFoundError(f"{self.directory} has {what}. Save one first, or name another folder.")
+                raise FileNotFoundError(self._nothing_there())
             step = found
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"restore: step={step!r}; wanted a step, 'latest' or 'best'.")
         return step, self.manifest(step)
+
+    def _nothing_there(self) -> str:
+        """Why there is neither a latest nor a best checkpoint, and what to do."""
+        if self.best is not None and (latest := self.latest) is not None:
+            have = ", ".join(self.manifest(latest).metrics) or "none"
+            return (
+                f"{self.directory} has no checkpoint with the metric {self.best[0]!r} of best=; the metrics of step "
+                f"{latest} are: {have}. Name one of these, or pass it to save(..., metrics={{{self.best[0]!r}: ...}})."
+            )
+        if not (self.directory / FILE).is_file():
+            return f"{self.directory} has no checkpoint. Save one first, or name another folder."
+        name, parent = self.directory.name, self.directory.parent
+        if run_folder.is_step(name):
+            return f"{self.directory} is one checkpoint. Make the Checkpointer of its folder, {parent}: step={name}."
+        return (
+            f"{self.directory} is one checkpoint, and no folder of them. Move it to {self.directory}/0, say, where it "
+            f"is step 0."
+        )
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as floats.
+
+    Raises:
+        TypeError: One is no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"save: metrics[{name!r}] is no number: {error}. Pass a float of each.") from error
+    return numbers
 
 
 def _taken(copies: SimpleQueue) -> Iterator[Piece]:

@@ -1,8 +1,9 @@
 """What goes wrong with a checkpoint: it is damaged, it is not the one that was asked for, or it was not saved."""
 
 import errno
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 SHOWN = 20
 """How many problems a message spells out; all are in the exception's `problems`."""
@@ -29,17 +30,27 @@ class CheckpointMismatch(ValueError):
     """A checkpoint does not hold what was asked for.
 
     Attributes:
-        problems: One sentence for each leaf that does not fit.
+        problems: For each leaf that does not fit what is wrong, and what to do about it.
     """
 
-    def __init__(self, what: str, problems: Sequence[str]):
+    def __init__(self, what: str, problems: Sequence[str], way_out: str = ""):
         self.problems = tuple(problems)
         count = f"{len(problems)} leaves do" if len(problems) > 1 else "1 leaf does"
-        lines = [f"{what}: {count} not fit."]
-        lines += [f"  {problem}" for problem in problems[:SHOWN]]
+        lines = [f"{what}: {count} not fit.", *_listed(problems[:SHOWN])]
         if len(problems) > SHOWN:
             lines.append(f"  and {len(problems) - SHOWN} more; all are in the error's `problems`.")
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([*lines, way_out] if way_out else lines))
+
+
+def _listed(problems: Sequence[str]) -> Iterator[str]:
+    """Problems, one in a line; what to do about several, the sentences behind the first, is said once below them."""
+    for advice, several in itertools.groupby((problem.partition(". ") for problem in problems), lambda parts: parts[2]):
+        several = list(several)
+        if not advice or len(several) < 3:
+            yield from (f"  {''.join(parts)}" for parts in several)
+        else:
+            yield from (f"  {parts[0]}." for parts in several)
+            yield f"    For each of these {len(several)}: {advice}"
 
 
 class SaveFailed(RuntimeError):

@@ -76,8 +76,24 @@ def fit(
             for entry in have.values()
         ]
     if problems:
-        raise CheckpointMismatch(what, problems)
+        raise CheckpointMismatch(what, problems, _way_out(entries, missing, have) if on_missing else "")
     return pairs, missing
+
+
+def _way_out(entries: Sequence[Entry], missing: Sequence[Want], extra: Iterable[Path]) -> str:
+    """What to do about all of it, where the params are there and the rest is another one."""
+    parts = {*(want.path[0] for want in missing), *(path[0] for path in extra)}
+    if "params" in parts:
+        return ""
+    afresh = "restore(..., only=['params'], init=lambda: jzero.init(...))"
+    if missing and all(entry.path[0] == "params" for entry in entries):
+        return f"It holds params alone. {afresh} starts from them, with all else afresh."
+    if "opt_state" in parts:
+        return (
+            f"It was saved with another optimizer: pass the tx that it was saved with. To start this one afresh from "
+            f"the params: {afresh}."
+        )
+    return ""
 
 
 def _left(part: str) -> str:

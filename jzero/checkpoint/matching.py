@@ -69,4 +69,4 @@ def together(
 def _nothing(rule: str, leaves: Sequence[Made]) -> str:
     names = [leaf.name for leaf in leaves]
     have = f"they are from {names[0]} to {names[-1]}" if names else "there are none"
-    return f"{rule} matches none of the {len(names)} leaves; {have}."
+    return f"{rule} matches none of the {len(names)} leaves; {have}. `jzero inspect` lists them."

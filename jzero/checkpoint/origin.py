@@ -1,6 +1,7 @@
 """A checkpoint to read from, whoever wrote it: its leaves, and any region of each, checked if it has checksums."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from jzero.checkpoint.manifest import FILE, Entry, Manifest
 from jzero.checkpoint.names import shown
 from jzero.checkpoint.place import OLD, TMP, stale, standing
 from jzero.checkpoint.store import Piece
+from jzero.wording import few
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """Is in the name of what orbax has not finished."""
@@ -38,9 +40,12 @@ def find(folder: Path) -> Path:
     steps = {int(name): path for name in names if name.isdecimal() and is_checkpoint(path := standing(folder / name))}
     if not steps:
         found = ", ".join(path.name for path in left_behind(folder))
+        inner = sorted({str(path.parents[1]) for path in folder.glob(f"*/*/{FILE}")})
         raise FileNotFoundError(
             f"{folder} is no checkpoint and holds none: it has neither {FILE} nor orbax's {orbax_reader.ITEM}, and no "
-            f"numbered folder with one." + (f" It has what stopped saves left behind: {found}." if found else "")
+            f"numbered folder with one."
+            + (f" Did you mean {few(inner)}?" if inner else "")
+            + (f" It has what stopped saves left behind: {found}." if found else "")
         )
     return steps[max(steps)]
 
@@ -181,6 +186,7 @@ class Origin:
     def _corrupt(self, leaf: Entry, number: tuple[int, ...] | None, error: Exception) -> CorruptCheckpoint:
         file = self.folder / (shown(leaf.path) if self.specs is not None else leaf.file(number))
         text = str(error).split(" [tensorstore_spec")[0].split(" [source")[0]
+        text = re.sub(r'^[A-Z_]+: Error reading local file "[^"]*": ', "", text)  # the file is named already
         return CorruptCheckpoint(file, f"cannot be read ({text})", leaf.name)
 
 

@@ -95,9 +95,9 @@ def idle(where: Sequence[Placed], saved_from: Mapping[str, Any], mesh: Mapping[s
         elif others:
             found[axis] = f"cuts no leaf: where the checkpoint was saved they were cut over {others} and not over it"
         else:
-            found[axis] = "cuts no leaf: where the checkpoint was saved no axis of a model cut any"
+            found[axis] = "cuts no leaf: where the checkpoint was saved, no model axis did"
         if axis not in batch | named:
-            found[axis] += ". All devices along it would hold the same; rules of `jzero.zero` that name it cut more"
+            found[axis] += ". Devices along it hold the same, unless rules= of `jzero.zero` cut leaves over it"
     return found
 
 

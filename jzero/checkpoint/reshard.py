@@ -87,7 +87,7 @@ def plan(
     origin = Origin.open(Path(source))
     what, leaves = str(origin.folder), [same(entry) for entry in origin.leaves]
     problems = [
-        f"{option} {pattern.text} matches none of the {len(leaves)} leaves."
+        f"{option} {pattern.text} matches none of the {len(leaves)} leaves. `jzero inspect` lists them."
         for option, patterns in (("--drop", drop), ("--only", only))
         for pattern in patterns
         if not any(pattern.match(leaf.path) for leaf in leaves)

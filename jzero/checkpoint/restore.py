@@ -43,7 +43,10 @@ def restored(
     fields: dict[str, Any] = {}
     if init is not None and (missing or len(only) < len(PARTS)):
         # Before anything is read, and what is not needed of it goes at once: both are never there together.
-        found, fields = _fresh(init(), tx, layout, only, missing)
+        fresh = init()
+        if not isinstance(fresh, TrainState):
+            raise TypeError(f"restore: init() returns a {type(fresh).__name__}; wanted what jzero.init returns.")
+        found, fields = _fresh(fresh, tx, layout, only, missing)
     for (_, want), array in zip(pairs, read.arrays(folder, manifest, pairs), strict=True):
         found[want.path] = array
     for part, (treedef, wants) in wanted.items():

@@ -9,7 +9,7 @@ from jzero.checkpoint import place
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.manifest import ARRAYS, FILE
 from jzero.checkpoint.orbax_format import CHECKPOINT
-from jzero.wording import few
+from jzero.wording import few, size
 
 SLACK = 2**20
 """Bytes that names, headers and descriptions take, about, and as many again for each 256 files."""
@@ -89,7 +89,7 @@ def check_disk(folder: Path, needed: int, more: str = "") -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise LimitExceeded(
-            f"{folder}: takes {needed / 1e6:,.0f} MB; {free / 1e6:,.0f} MB are free there. Free some space, or choose "
+            f"{folder}: takes {size(needed)}; {size(free)} are free there. Free some space, or choose "
             f"another disk{more}.",
             needed,
             free,

@@ -18,6 +18,11 @@ def path(directory: Path, step: int) -> Path:
     return place.standing(directory / str(step))
 
 
+def is_step(name: str) -> bool:
+    """Whether a checkpoint can have this name in the folder of a run."""
+    return _STEP.fullmatch(name) is not None
+
+
 def steps(directory: Path) -> list[int]:
     """The steps of which there is a whole checkpoint, in order.
 
@@ -28,7 +33,7 @@ def steps(directory: Path) -> list[int]:
         return []
     names = {entry.name.removesuffix(place.OLD) for entry in directory.iterdir() if entry.is_dir()}
     found = []
-    for step in sorted(int(name) for name in names if _STEP.fullmatch(name)):
+    for step in sorted(int(name) for name in names if is_step(name)):
         folder = path(directory, step)
         if (folder / FILE).is_file():
             found.append(step)

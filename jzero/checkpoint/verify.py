@@ -12,6 +12,7 @@ from jzero.checkpoint.chunks import grid
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded
 from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.origin import Origin, find
+from jzero.wording import size
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def verify(
     needed = BASE + COPIES * largest
     if needed > memory:
         raise LimitExceeded(
-            f"verify {folder}: needs --max-memory {-(-needed // 10**6)}MB, for a chunk of {largest / 1e6:.0f} MB; "
+            f"verify {folder}: needs --max-memory {-(-needed // 10**6)}MB, for a chunk of {size(largest)}; "
             f"{memory // 10**6}MB are allowed.",
             needed,
             memory,

@@ -10,6 +10,7 @@ import jax
 
 from jzero import __version__
 from jzero.cli import bandwidth, estimate, export, import_, inspect, preflight, reshard, verify
+from jzero.cli.help import Help
 
 COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard, export, import_)
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="jzero", description="ZeRO for JAX: look before and after you train.")
+    text = "ZeRO for JAX: look before and after you train. `jzero COMMAND --help` has examples."
+    parser = argparse.ArgumentParser(prog="jzero", description=text, formatter_class=Help)
     parser.add_argument("--version", action="version", version=f"jzero {__version__}, jax {jax.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -15,6 +15,7 @@ from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, sizes_between
 from jzero.bandwidth_plot import plot, size_text
 from jzero.cli.as_json import print_json
+from jzero.cli.help import Help
 from jzero.cli.options import mesh_axes, nbytes, parsed, plot_file, speed
 from jzero.mesh import check_names, make_mesh, platform_of
 from jzero.sweep import Sweep
@@ -47,7 +48,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
         help="how fast a mesh axis carries each collective",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     text = "axes and sizes, -1 for the devices that are left (default: data=-1, all devices)"
     parser.add_argument("--mesh", type=parsed(mesh_axes), default={"data": -1}, metavar="NAME=N,...", help=text)

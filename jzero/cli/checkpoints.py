@@ -14,12 +14,14 @@ from jzero.checkpoint import malloc
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded, SaveFailed
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.reshard import MEMORY
+from jzero.cli.help import Help
 from jzero.cli.options import mesh_axes, nbytes, parsed
 from jzero.wording import size
 
 CODES = """\
-exit codes: 0 done; 1 damaged or different; 2 a wrong command line, no checkpoint there, or a folder that cannot be read
-or written; 3 memory or disk are too small, told before anything is written unless others fill the disk meanwhile."""
+exit codes: 0 done; 1 damaged or different; 2 a wrong command line, no checkpoint there, one that does not fit, or a
+folder that cannot be read or written; 3 memory or disk are too small, told before anything is written unless others
+fill the disk meanwhile."""
 
 
 def command(subparsers: Any, name: str, text: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -29,7 +31,7 @@ def command(subparsers: Any, name: str, text: str, description: str, examples: s
         help=text,
         description=description,
         epilog=f"{examples}\n\n{CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text; sizes in bytes, null for NaN")
     return parser

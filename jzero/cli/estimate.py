@@ -15,6 +15,7 @@ from rich.table import Table
 
 from jzero.advice import RESERVE, Advice, advise, gb
 from jzero.cli.as_json import print_json
+from jzero.cli.help import Help
 from jzero.cli.options import called, filled, mesh_axes, named, parsed, plot_file
 from jzero.devices import DEVICES
 from jzero.estimate import BY_COUNT, LAYERS, OPTIMIZERS, Entry, Estimate, estimate
@@ -49,7 +50,7 @@ def add(subparsers: Any) -> None:
         help="memory and communication by stage, before there are machines",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", type=parsed(_count), metavar="N", help="how many params, such as 7.5e9")

@@ -18,7 +18,10 @@ from jzero.wording import size
 
 DESCRIPTION = """\
 What a checkpoint holds: its tree, with shapes, dtypes, bytes and chunks, and where it was saved from. No array is read.
-A folder of checkpoints stands for the latest one in it. Checkpoints of plain orbax are read as well."""
+A folder of checkpoints stands for the latest one in it. Checkpoints of plain orbax are read as well.
+
+"1: data" under "cut over" says that dim 1, the second, was cut over the mesh axis data; "4 of (2, 64)" under "chunks"
+that there are four files, each of at most this shape."""
 
 EXAMPLES = """\
 examples:

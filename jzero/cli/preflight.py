@@ -8,6 +8,7 @@ import jax
 from rich.console import Console
 
 from jzero.cli.as_json import print_json
+from jzero.cli.help import Help
 from jzero.cli.options import called, mesh_axes, parsed, plot_file, raised, speed
 from jzero.mesh import check_names
 from jzero.plain import WIDTH
@@ -41,7 +42,7 @@ def add(subparsers: Any) -> None:
         help="compile a step for GPUs that are not there, and see what it will do",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="takes a mesh, returns (step, state, batch)")
     text = f"{', '.join(GPUS)}; x8 is one host of 8, x2x8 two hosts of 8 (default: h200x8)"

@@ -97,7 +97,8 @@ def run(options: argparse.Namespace) -> int:
         print_json(plain)
     else:
         speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
-        print(f"{safe(options.folder)}: {len(done.leaves)} leaves, {speed}; compared with what was read.")
+        print(f"{safe(str(done.origin.folder))} to {safe(options.folder)}: {len(done.leaves)} leaves,")
+        print(f"{speed}; compared with what was read.")
         if done.origin.others:
             print(f"Left out, for these are no arrays: {safe(', '.join(sorted(done.origin.others)))}.")
     return 0

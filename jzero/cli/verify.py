@@ -69,7 +69,7 @@ def _compared(options: argparse.Namespace) -> int:
 def _lines(found: Verified) -> list[str]:
     where = safe(str(found.folder))
     if found.problems:
-        lines = [f"{where} is damaged; {len(found.problems)} files:"]
+        lines = [f"{where} is damaged; {len(found.problems)} file{'s' if len(found.problems) > 1 else ''}:"]
         lines += [f"  {safe(str(problem))}" for problem in found.problems]
     elif found.has_checksums:
         lines = [f"{where} is whole: {found.files} files, {size(found.bytes)} of arrays."]

@@ -255,7 +255,11 @@ def _rule(leaf: str, row: Any, stacked: Sequence[str], sizes: Mapping[str, int])
         dims = Dims.parse(row["dims"], sizes)
     mine, theirs = set(_VARIABLE.findall(leaf)), set(_VARIABLE.findall(row["tensor"]))
     if mine != theirs:
-        raise ValueError(f"names {sorted(mine)} in braces, its tensor {sorted(theirs)}; both must name the same")
+        raise ValueError(
+            f"has {_braced(mine)}, its tensor {_braced(theirs)}; both must have the same. Layers that are stacked in "
+            f'one leaf layers/up/kernel are written as if each had its own, "layers/{{layer}}/up/kernel", with layer '
+            f"in `stacked`"
+        )
     layers = tuple(name for name in stacked if name in mine)
     keys = leaf.split("/")
     for name in layers:
@@ -263,6 +267,10 @@ def _rule(leaf: str, row: Any, stacked: Sequence[str], sizes: Mapping[str, int])
             raise ValueError(f"{{{name}}} is stacked, and so must be a key of its own, once")
         keys.remove(f"{{{name}}}")
     return Rule(tuple(keys), row["tensor"], dims, layers)
+
+
+def _braced(names: Iterable[str]) -> str:
+    return ", ".join(f"{{{name}}}" for name in sorted(names)) or "no name in braces"
 
 
 def _listed(source: str, problems: Sequence[str]) -> str:
