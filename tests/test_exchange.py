@@ -833,7 +833,7 @@ def test_memory_and_disk_are_looked_at_before_anything_is_written(tmp_path, monk
 def test_nothing_is_overwritten_unasked(tmp_path):
     one, two = (saved(tmp_path / str(n), {("a",): bits_of(np.float32, 30)}) for n in (1, 2))
     export_safetensors(one, tmp_path / "hf", max_shard=10)
-    with pytest.raises(FileExistsError, match=r"hf is there already. Choose another place"):
+    with pytest.raises(FileExistsError, match=r"hf is there already\. Pass overwrite=True"):
         export_safetensors(two, tmp_path / "hf")
     export_safetensors(two, tmp_path / "hf", overwrite=True)
     assert same(held(import_into(tmp_path / "hf", tmp_path / "3"))[("a",)], held(two)[("a",)])

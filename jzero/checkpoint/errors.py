@@ -60,6 +60,15 @@ class BeingWritten(SaveFailed):
         )
 
 
+class ThereAlready(FileExistsError):
+    """Something is where something is to be written, and was not to be replaced."""
+
+    def __init__(self, folder: object):
+        super().__init__(
+            f"{folder} is there already. Pass overwrite=True (--overwrite) to replace it, or choose another place."
+        )
+
+
 def disk_full(error: BaseException | None) -> bool:
     """Whether an error says that a disk is full; tensorstore's are ValueErrors with the text of the system's."""
     return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))

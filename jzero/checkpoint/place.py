@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from jzero.checkpoint.errors import BeingWritten, SaveFailed, disk_full
+from jzero.checkpoint.errors import BeingWritten, SaveFailed, ThereAlready, disk_full
 
 TMP = ".jzero-tmp"
 """Ends the name of what is being written or removed."""
@@ -152,17 +152,33 @@ def remove(folder: Path) -> None:
             _discard(tmp(folder))
 
 
+def begin(folder: Path, overwrite: bool) -> None:
+    """Makes the folder to write into; by the process that has the lock.
+
+    Raises:
+        ThereAlready: Another process has written one meanwhile, and it may not be replaced.
+    """
+    tidy(folder)
+    if folder.exists() and not overwrite:
+        raise ThereAlready(folder)
+    tmp(folder).mkdir()
+
+
 @contextmanager
-def whole(folder: Path) -> Iterator[Path]:
+def whole(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A folder to write into, which takes its place when all is written, and goes if not.
+
+    Args:
+        folder: Its place.
+        overwrite: Whether one that is there is replaced.
 
     Raises:
         BeingWritten: Another process is at it.
+        ThereAlready: One is there.
         SaveFailed: The system refused something.
     """
     with locked(folder):
-        tidy(folder)
-        tmp(folder).mkdir()
+        begin(folder, overwrite)
         try:
             yield tmp(folder)
             put(folder)

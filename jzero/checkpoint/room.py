@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from jzero.checkpoint import place
-from jzero.checkpoint.errors import LimitExceeded
+from jzero.checkpoint.errors import LimitExceeded, ThereAlready
 from jzero.checkpoint.manifest import ARRAYS, FILE
 from jzero.checkpoint.orbax_format import CHECKPOINT
 from jzero.wording import few
@@ -57,7 +57,7 @@ def check_free(folder: Path, overwrite: bool, ours: Callable[[Path], bool], what
     if not folder.is_dir():
         raise FileExistsError(f"{folder} is a file. Choose another place.")
     if not overwrite:
-        raise FileExistsError(f"{folder} is there already. Choose another place, or pass overwrite=True (--overwrite).")
+        raise ThereAlready(folder)
     others = sorted(path.name for path in folder.iterdir() if not ours(path))
     if others:
         raise FileExistsError(

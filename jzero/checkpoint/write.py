@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jzero.checkpoint import orbax_format, place, store
-from jzero.checkpoint.errors import BeingWritten, SaveFailed
+from jzero.checkpoint.errors import BeingWritten, SaveFailed, ThereAlready
 from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
@@ -46,15 +46,14 @@ def write(
     """
     processes = processes or Processes()
     if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} is there already. Choose another place, or pass overwrite=True.")
+        raise ThereAlready(folder)
     tmp, number, first = place.tmp(folder), next(_writes), processes.index == 0
     with ExitStack() as stack:
 
         def begin():
             if first:
                 stack.enter_context(place.locked(folder))
-                place.tidy(folder)
-                tmp.mkdir()
+                place.begin(folder, overwrite)
                 stack.callback(shutil.rmtree, tmp, ignore_errors=True)  # unless it has its name by then
                 (tmp / ARRAYS).mkdir()
                 store.create(tmp, manifest.leaves)
@@ -75,7 +74,7 @@ def write(
                 failed = processes.meet(f"{number}/{name}/{folder}", failure)
             except Exception as error:
                 raise SaveFailed(f"{folder} was not written: the other processes did not come ({error}).") from error
-            if isinstance(failure, BeingWritten):
+            if isinstance(failure, BeingWritten | ThereAlready):
                 raise failure
             if failed:
                 of = {index: text for index, text in failed.items() if index != processes.index}
