@@ -583,6 +583,15 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
     assert len(caught.value.problems) == 4 + 9
 
 
+def test_a_name_that_claims_a_billion_layers_is_an_error_at_once(tmp_path):
+    """None of them is counted, which would take minutes and gigabytes."""
+    save_file({"model.layers.999999999.mlp.up_proj.weight": np.ones((4, 3), np.float32)}, tmp_path / "x.safetensors")
+    with pytest.raises(
+        CheckpointMismatch, match=r"1 tensors of 1000000000; missing are model\.layers\.0\.mlp\.up_proj"
+    ):
+        import_params(tmp_path / "x.safetensors", tmp_path / "0", map="llama")
+
+
 def test_all_that_makes_no_leaf_is_named_at_once(tmp_path):
     tensors = model(LLAMA, tmp_path / "hf")
     del tensors["model.layers.0.mlp.up_proj.weight"]
