@@ -654,6 +654,7 @@ def test_all_that_makes_no_tensor_is_named_at_once(tmp_path):
         ('[sizes]\nh = 0\n[leaves]\n"a" = "x"', r"h = 0 in \[sizes\]; wanted an int of 1 or more"),
         ('[sizes]\nh = 2\n[leaves]\n"a" = "x"', r"'h' of \[sizes\] is in no dims"),
         ('stacked = ["n"]\n[leaves]\n"a_{n}/w" = "x{n}"', "must be a key of its own"),
+        ('[leaves]\n"a" = "__metadata__"', "the format has something else under this name"),
         ("[leaves", "is no TOML"),
     ],
 )
