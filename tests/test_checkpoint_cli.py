@@ -305,6 +305,19 @@ def test_streams_that_take_nothing(run, command, streams, code):
     assert done.returncode == code and "Traceback" not in done.stderr
 
 
+def test_what_may_not_be_read_is_not_called_damaged(run, monkeypatch, capsys):
+    whole = Path.open
+
+    def refused(path, *args, **options):
+        if path.parent.parent.name == "c":
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    code, _, err = called(capsys, "verify", run / "1")
+    assert code == 2 and "Permission denied" in err
+
+
 def test_ctrl_c_stops_a_command(run, tmp_path, monkeypatch, capsys):
     def stopped(*_):
         raise KeyboardInterrupt

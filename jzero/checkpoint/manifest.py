@@ -197,6 +197,7 @@ class Manifest:
 
         Raises:
             CorruptCheckpoint: It is not.
+            PermissionError: It may not be read.
         """
         path, wanted = folder / name, self.files.get(name)
         if wanted is None:
@@ -205,6 +206,8 @@ class Manifest:
             found = Sum.of_chunk(path) if wanted.check.startswith("crc32c:") else Sum.of(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(path, "is missing", leaf) from None
+        except PermissionError:  # that says nothing about the file
+            raise
         except OSError as error:
             raise CorruptCheckpoint(path, f"cannot be read ({error})", leaf) from error
         if found.size != wanted.size:
