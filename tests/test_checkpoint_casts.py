@@ -45,6 +45,23 @@ def nearest(x, numbers, fractions):
     return numbers[above - 1] if (above - 1) % 2 == 0 else numbers[above]
 
 
+@pytest.mark.filterwarnings("error")
+def test_every_float_becomes_every_other_without_a_word():
+    """Signalling NaNs among them, and the pairs for which numpy has no cast."""
+    names = [name for name in sorted(encoding.NATIVE | encoding.BITS) if is_float(name)]
+    for name in names:
+        dtype = encoding.dtype_of(name)
+        raw = np.random.default_rng(0).integers(0, 2**4 if "float4" in name else 2**8, (512, dtype.itemsize), np.uint8)
+        array = raw.view(dtype).reshape(-1)
+        for other in names:
+            with np.errstate(over="ignore"):
+                found = encoding.cast(array, other)
+            if dtype.itemsize <= 2:  # float32 has all of these
+                with np.errstate(over="ignore", invalid="ignore"):
+                    want = array.astype(np.float32).astype(encoding.dtype_of(other))
+                    np.testing.assert_array_equal(found.astype(np.float64), want.astype(np.float64))
+
+
 @pytest.mark.parametrize("name", NARROW)
 def test_float64_is_rounded_once(name):
     numbers = table(name)

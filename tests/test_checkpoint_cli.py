@@ -1,15 +1,21 @@
 """`jzero inspect`, `verify` and `reshard`: what they print, their JSON, exit codes and messages."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jzero.checkpoint import Manifest
+from jzero.checkpoint import Manifest, store
 from jzero.checkpoint.manifest import _digest
 from jzero.cli import main
 from tests.test_checkpoint_tools import write_arrays
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -260,8 +266,65 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path, capsys):
         assert code == 0 and "\x1b" not in out
     assert "params/\\x1b[2J\\n" in called(capsys, "inspect", tmp_path / "c")[1]
     document = json.loads((tmp_path / "c" / "jzero.json").read_text())
-    body = document["body"] | {"saved_from": {"mesh": {"\x1b[2J": 8}}, "step": "\x1b[1m"}
+    body = document["body"] | {"saved_from": {"mesh": {"\x1b[2J": 8}}}
     body["leaves"][0]["spec"] = [["\x1b[2J"]]
     (tmp_path / "c" / "jzero.json").write_text(json.dumps({"sha256": _digest(body), "body": body}))
     code, out, _ = called(capsys, "inspect", tmp_path / "c")
     assert code == 0 and "\x1b" not in out and "mesh \\x1b[2J 8" in out
+
+
+def test_a_path_may_lead_through_the_folder_above(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert called(capsys, "verify", "../run/../run/1")[0] == 0
+    assert called(capsys, "reshard", "../run/1", "../new")[0] == 0
+    assert called(capsys, "export", "../run/1", "../hf")[0] == 0
+    assert called(capsys, "verify", "../new", "--against", f"/{run}/1")[0] == 0
+    write_arrays(Path("../run/2"), {("params", "w"): np.ones(3, np.float32)})
+    assert called(capsys, "verify", "../run/2")[0] == 0
+
+
+def test_an_export_does_not_go_into_the_checkpoint(run, capsys):
+    """It would go with it when the run removes it."""
+    code, _, err = called(capsys, "export", run / "1", run / "1" / "hf")
+    assert code == 2 and "is what is read, or inside of it, or holds it" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "streams", "code"),
+    [
+        ("verify run/1", ">&-", 0),
+        ("verify run/1", ">&- 2>&-", 0),
+        ("inspect run/1", ">/dev/full", 2),
+        ("inspect gone", "2>/dev/full", 2),
+        ("inspect gone", ">/dev/full 2>/dev/full", 2),
+    ],
+)
+def test_streams_that_take_nothing(run, command, streams, code):
+    program = f"{sys.executable} -c 'import sys; from jzero.cli import main; sys.exit(main())' {command} {streams}"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, shell=True, cwd=run.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr
+
+
+def test_what_may_not_be_read_is_not_called_damaged(run, monkeypatch, capsys):
+    whole = Path.open
+
+    def refused(path, *args, **options):
+        if path.parent.parent.name == "c":
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    code, _, err = called(capsys, "verify", run / "1")
+    assert code == 2 and "Permission denied" in err
+
+
+def test_ctrl_c_stops_a_command(run, tmp_path, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "write", stopped)
+    code, _, err = called(capsys, "reshard", run / "1", tmp_path / "new")
+    assert code == 130 and err == "jzero: stopped\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -10,6 +10,7 @@ import sys
 import warnings
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 import jzero
 from jzero.checkpoint import Checkpointer, CorruptCheckpoint, Manifest, SaveFailed, cut, orbax_format, place
 from jzero.checkpoint.manifest import _digest
+from jzero.cli import main
 from tests.checkpoints import OTHERS, TX, held, layout_of, random_state
 
 ROOT = Path(__file__).parent.parent
@@ -120,13 +122,52 @@ def test_a_manifest_cannot_lead_out_of_the_checkpoint(saved):
 
     Manifest.from_json(signed(body))
     for name in ("../../etc/passwd", "/etc/passwd", "state/../../x", "state//x", "a\\b"):
-        with pytest.raises(ValueError, match="outside"):
+        with pytest.raises(ValueError, match="which none of a checkpoint can be"):
             Manifest.from_json(signed(body | {"files": {name: [1, "sha256:0"]}}))
     for name in ("..", "a/b", "a..b", ".", "a\\b", "a" * 300, ""):
         with pytest.raises(ValueError, match="may not be one"):
             Manifest.from_json(signed(body | {"leaves": [body["leaves"][0] | {"folder": name}]}))
     with pytest.raises(ValueError, match="format 2"):
         Manifest.from_json(signed(body | {"format": 2}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "1"),
+        ("metrics", [1]),
+        ("metrics", {"loss": "low"}),
+        ("saved_from", None),
+        ("saved_from", {"mesh": ["data"]}),
+        ("saved_from", {"mesh": {"data": 0}}),
+        ("saved_from", {"precision": ["bf16"]}),
+        ("saved_from", {"data_axes": 5}),
+        ("saved_from", {"processes": "2"}),
+        ("files", {"state/a\0b": [1, "sha256:0"]}),
+        ("files", {"state/x": [1, 2]}),
+        ("files", {}),
+        ("spec", [[1], [2]]),
+        ("spec", []),
+        ("shape", [10**30, 7]),
+    ],
+)
+def test_what_a_manifest_cannot_say_is_damage(saved, tmp_path, key, value, capsys):
+    """Even if it is signed: it may come from anywhere, and no command is to stumble over it, or to count for years."""
+    shutil.copytree(saved[0] / "1", tmp_path / "1")
+    body = json.loads((tmp_path / "1" / "jzero.json").read_text())["body"]
+    (leaf,) = [leaf for leaf in body["leaves"] if leaf["path"] == ["params", "odd"]]
+    assert leaf["shape"] == [13, 7]
+    (leaf if key in leaf else body)[key] = value
+    leaf["stored_shape"] = leaf["shape"]
+    (tmp_path / "1" / "jzero.json").write_text(json.dumps({"sha256": _digest(body), "body": body}))
+    for command in (["inspect"], ["inspect", "--json"], ["inspect", "--fits", "data=2"], ["verify"]):
+        assert main([*command, str(tmp_path)]) == 1
+    assert "jzero.json" in capsys.readouterr().err
+
+
+def test_a_manifest_that_is_nested_too_deep_is_damage(tmp_path):
+    (tmp_path / "jzero.json").write_text("[" * 100_000)
+    assert main(["verify", str(tmp_path)]) == 1
 
 
 # --- saves that are stopped
@@ -306,6 +347,67 @@ def test_a_save_that_cannot_be_copied_is_not_written(saved, tmp_path, monkeypatc
         with pytest.raises(SaveFailed):
             checkpointer.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_is_interrupted_does_not_stop_the_next(saved, tmp_path, monkeypatch):
+    """As where Ctrl-C ends a cell of a notebook, and the next cell goes on."""
+    layout, state = saved[1], random_state(saved[1])
+
+    def interrupted(piece):
+        raise KeyboardInterrupt
+
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(cut, "snapshot", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1, state, TX, layout)
+        monkeypatch.undo()
+        with pytest.warns(UserWarning, match="The save before step 2 failed: .*it was stopped"):
+            checkpointer.save(2, state, TX, layout)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(saved, tmp_path):
+    layout, state = saved[1], random_state(saved[1])
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(5, state, TX, layout)
+        with pytest.warns(UserWarning, match="step 3 comes before step 5, which .* has already: that one stays"):
+            checkpointer.save(3, state, TX, layout)
+        checkpointer.wait()
+        assert checkpointer.steps == [3, 5]
+        with pytest.warns(UserWarning, match="step 4 comes before"):
+            checkpointer.save(4, state, TX, layout)
+        checkpointer.wait()
+        assert checkpointer.steps == [4, 5]
+
+
+def test_a_position_is_what_it_was_when_it_was_saved(saved, tmp_path):
+    layout, state = saved[1], random_state(saved[1])
+    data = {"batch": 1, "files": ["a"]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, TX, layout, data=data)
+        data["batch"] = 2
+        data["files"].append("b")
+        assert checkpointer.restore(TX, layout, **OTHERS).data == {"batch": 1, "files": ["a"]}
+
+
+def test_keys_that_json_changes_are_refused(saved, tmp_path):
+    """They came back as others, in another order: the manifest had not the digest that it names, and all was lost."""
+    layout, state = saved[1], random_state(saved[1])
+    with Checkpointer(tmp_path) as checkpointer:
+        numbered: Any = {9: 0, 10: 1}
+        for options in ({"data": {"epochs": [numbered]}}, {"metrics": numbered}):
+            with pytest.raises(TypeError, match="the key 9 is a int, and JSON has strings for keys only"):
+                checkpointer.save(1, state, TX, layout, **options)
+
+
+def test_what_is_no_checkpoint_is_not_replaced_by_one(saved, tmp_path):
+    layout, state = saved[1], random_state(saved[1])
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "notes").write_text("mine")
+    said = "holds notes, which is not of a checkpoint of jzero"
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(FileExistsError, match=said):
+        checkpointer.save(1, state, TX, layout, overwrite=True)
+    assert (tmp_path / "1" / "notes").read_text() == "mine"
 
 
 def test_old_checkpoints_go_and_the_best_stays(saved, tmp_path):

@@ -305,3 +305,27 @@ def test_a_full_disk_leaves_what_was_there_and_gives_its_space_back(small_disk, 
         work()
         assert names(small_disk) == ["2"], name
         shutil.rmtree(made)
+
+
+def test_what_another_job_finished_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    """It looks whether something is there again when nobody else can write there any more."""
+    made, other, model = tmp_path / "made", tmp_path / "other", tmp_path / "model.safetensors"
+    save_file({"w": np.ones(3, np.float32)}, model)
+    write_arrays(other, {("params", "w"): np.zeros(3, np.float32)})
+    hold = place._hold
+
+    def late(lock, folder):
+        shutil.copytree(other, made)
+        return hold(lock, folder)
+
+    monkeypatch.setattr(place, "_hold", late)
+    for work in (
+        lambda: import_params(model, made),
+        lambda: reshard(other, made),
+        lambda: export_safetensors(other, made),
+    ):
+        with pytest.raises(FileExistsError, match="made is there already"):
+            work()
+        assert read_arrays(made)[("params", "w")].sum() == 0
+        assert names(tmp_path) == ["made", "model.safetensors", "other"]
+        shutil.rmtree(made)

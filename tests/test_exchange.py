@@ -584,6 +584,15 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
     assert len(caught.value.problems) == 4 + 9
 
 
+def test_a_name_that_claims_a_billion_layers_is_an_error_at_once(tmp_path):
+    """None of them is counted, which would take minutes and gigabytes."""
+    save_file({"model.layers.999999999.mlp.up_proj.weight": np.ones((4, 3), np.float32)}, tmp_path / "x.safetensors")
+    with pytest.raises(
+        CheckpointMismatch, match=r"1 tensors of 1000000000; missing are model\.layers\.0\.mlp\.up_proj"
+    ):
+        import_params(tmp_path / "x.safetensors", tmp_path / "0", map="llama")
+
+
 def test_all_that_makes_no_leaf_is_named_at_once(tmp_path):
     tensors = model(LLAMA, tmp_path / "hf")
     del tensors["model.layers.0.mlp.up_proj.weight"]
@@ -649,6 +658,7 @@ def test_all_that_makes_no_tensor_is_named_at_once(tmp_path):
         ('[sizes]\nh = 0\n[leaves]\n"a" = "x"', r"h = 0 in \[sizes\]; wanted an int of 1 or more"),
         ('[sizes]\nh = 2\n[leaves]\n"a" = "x"', r"'h' of \[sizes\] is in no dims"),
         ('stacked = ["n"]\n[leaves]\n"a_{n}/w" = "x{n}"', "must be a key of its own"),
+        ('[leaves]\n"a" = "__metadata__"', "the format has something else under this name"),
         ("[leaves", "is no TOML"),
     ],
 )
@@ -861,7 +871,7 @@ def test_memory_and_disk_are_looked_at_before_anything_is_written(tmp_path, monk
 def test_nothing_is_overwritten_unasked(tmp_path):
     one, two = (saved(tmp_path / str(n), {("a",): bits_of(np.float32, 30)}) for n in (1, 2))
     export_safetensors(one, tmp_path / "hf", max_shard=10)
-    with pytest.raises(FileExistsError, match=r"hf is there already. Choose another place"):
+    with pytest.raises(FileExistsError, match=r"hf is there already\. Pass overwrite=True"):
         export_safetensors(two, tmp_path / "hf")
     export_safetensors(two, tmp_path / "hf", overwrite=True)
     assert same(held(import_into(tmp_path / "hf", tmp_path / "3"))[("a",)], held(two)[("a",)])

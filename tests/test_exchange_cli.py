@@ -71,7 +71,7 @@ def test_unstacked_and_under(folder, capsys):
         ("export run hf --under params", 2, "pass --map as well"),
         ("export run hf --dtype int8", 2, "invalid choice"),
         ("export run hf --max-memory 3MB", 3, "needs --max-memory"),
-        ("export run run", 2, "run is there already"),
+        ("export run run", 2, "run is what is read, or inside of it, or holds it"),
         ("export run hf.jzero-tmp", 2, "cannot be the name of something that is whole. Choose another place"),
         ("export run/8.jzero-tmp hf", 2, "8.jzero-tmp is not whole: .jzero-tmp ends the name of what is still being"),
         ("import gone new", 2, "gone is not there"),

@@ -13,10 +13,11 @@ import optax
 from jzero.arguments import check_arguments
 from jzero.checkpoint import cut, parts, place, run_folder
 from jzero.checkpoint.errors import BeingWritten
-from jzero.checkpoint.manifest import FILE, Manifest
+from jzero.checkpoint.manifest import FILE, Manifest, as_json
 from jzero.checkpoint.parts import PARTS
 from jzero.checkpoint.processes import TIMEOUT, Processes
 from jzero.checkpoint.restore import restored, restored_params
+from jzero.checkpoint.room import check_free, is_of_checkpoint
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.write import write
 from jzero.layout import Layout
@@ -56,7 +57,8 @@ class Checkpointer:
 
     Args:
         directory: The folder; the first save makes it.
-        keep: How many checkpoints are kept: the latest ones, and the best one if there is a `best`. None: all.
+        keep: How many checkpoints are kept: the latest ones, and beside them the best one if there is a `best`, and the
+            one that was just saved, where a run went back and has later ones. None: all.
         every: `due` is true at each multiple of this step.
         async_: Whether `save` returns when the state has been copied to the host's memory, and a thread writes it.
         best: Name of a metric and whether "min" or "max" is best, such as ("loss", "min").
@@ -173,21 +175,23 @@ class Checkpointer:
             state: The state.
             tx: The optimizer that it was made with.
             layout: The layout that it was made with.
-            data: Where the run is in its data, such as {"epoch": 1, "batch": 200}: whatever JSON can hold. Of several
-                processes, what the first one passes.
+            data: Where the run is in its data, such as {"epoch": 1, "batch": 200}: whatever JSON can hold, as it is
+                when this is called; tuples come back as lists. Of several processes, what the first one passes.
             metrics: Numbers to choose the best checkpoint by; those of the first process. Without the one of `best`
                 this checkpoint is never the best.
             only: Parts of the state to save; ("params",) makes a checkpoint to start others from.
             overwrite: Whether a checkpoint of this step is replaced, in the end.
 
         Raises:
-            FileExistsError: There is one of this step.
+            FileExistsError: There is one of this step; or, with `overwrite`, something that is none.
             SaveFailed: Without `async_`: it could not be written. Those before are as they were.
-            TypeError: `data` is nothing that JSON can hold, or one of `metrics` is no number.
+            TypeError: `data` is nothing that JSON can hold, or has keys that are no strings; or one of `metrics` is no
+                number.
             ValueError: The state is not of this layout and `tx`.
 
         Warns:
-            UserWarning: The save before this one failed, or `metrics` are without the one of `best`.
+            UserWarning: The save before this one failed, a later step is there, or `metrics` are without the one of
+                `best`.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"save: step={step!r}; wanted an int of 0 or more.")
@@ -200,6 +204,19 @@ class Checkpointer:
         except Exception as error:  # whatever it was, this save may go well
             warnings.warn(f"The save before step {step} failed: {error}", stacklevel=2)
         numbers = _numbers(metrics or {})
+        try:  # a copy: the caller may go on with them while the thread writes
+            data, numbers = as_json(data), as_json(numbers)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(
+                f"save: data or metrics are nothing that JSON holds: {error}. Pass numbers, strings, lists and dicts."
+            ) from error
+        check_free(self.path(step), overwrite, is_of_checkpoint, "a checkpoint of jzero")
+        if later := [other for other in self.steps if other > step]:
+            warnings.warn(
+                f"save: step {step} comes before step {later[-1]}, which {self.directory} has already: that one stays "
+                f"the latest, and the last that keep= removes. Save into another folder, or remove the later steps.",
+                stacklevel=2,
+            )
         sources = cut.sources(parts.items(state, tx, layout, only))
         manifest = Manifest(
             leaves=tuple(source.entry for source in sources),
@@ -208,16 +225,6 @@ class Checkpointer:
             metrics=numbers,
             saved_from=parts.described(layout),
         )
-        try:
-            manifest.to_json()
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"save: data or metrics are nothing that JSON holds: {error}. Pass numbers, strings, lists and dicts."
-            ) from error
-        if self.path(step).exists() and not overwrite:
-            raise FileExistsError(
-                f"{self.path(step)} is there already. Pass overwrite=True to replace it, or save into another folder."
-            )
         if self.best is not None and metrics and self.best[0] not in metrics:
             warnings.warn(
                 f"save: metrics have {', '.join(metrics)}, and not {self.best[0]!r}, by which this Checkpointer finds "
@@ -237,7 +244,8 @@ class Checkpointer:
                 for piece in pieces:
                     copies.put(cut.snapshot(piece))
             except BaseException as error:
-                copies.put(error)
+                # What stops this call, as Ctrl-C does, is not to stop the next one, which hears of this save.
+                copies.put(error if isinstance(error, Exception) else RuntimeError(f"it was stopped ({error!r})"))
                 raise
             copies.put(None)
 
@@ -251,16 +259,16 @@ class Checkpointer:
         if self.keep is not None:
             try:
                 if processes.index == 0:
-                    self._prune(self.keep)
+                    self._prune(self.keep, manifest.step)
             except OSError as error:
                 warnings.warn(f"{self.directory} keeps more than keep={self.keep}: {error}", stacklevel=2)
             finally:  # whatever it was, others wait for this process there
                 processes.meet(f"{self.directory}/pruned")
 
-    def _prune(self, keep: int) -> None:
-        best = self.best_step
+    def _prune(self, keep: int, saved: int) -> None:
+        stay = {saved, self.best_step}
         for step in self.steps[:-keep]:
-            if step != best:
+            if step not in stay:
                 try:
                     place.remove(self.path(step))
                 except BeingWritten as error:

@@ -105,7 +105,10 @@ def cast(array: np.ndarray, name: str) -> np.ndarray:
     """
     target = dtype_of(name)
     if array.dtype != np.float64 or target in (np.float64, np.float32, np.float16):
-        return array.astype(target, order="C")
+        with np.errstate(invalid="ignore"):  # a NaN that signals becomes one that does not
+            if array.itemsize == target.itemsize == 1:  # numpy has no cast between float8_e8m0fnu and others of 8 bits
+                array = array.astype(np.float32)
+            return array.astype(target, order="C")
     found = np.empty(array.shape, target)
     flat = found.reshape(-1)
     for begin in range(0, flat.size, SOME):  # a few at a time, for what this takes beside the result
@@ -115,7 +118,7 @@ def cast(array: np.ndarray, name: str) -> np.ndarray:
 
 def _to_odd(array: np.ndarray) -> np.ndarray:
     """Float64 as float32: what lies between two numbers becomes the one of them that is odd."""
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         near = array.astype(np.float32)
     back = near.astype(np.float64)
     between = back != array

@@ -75,7 +75,9 @@ class InTheWay(FileExistsError):
     """Something is there, and may not be replaced."""
 
     def __init__(self, folder: object):
-        super().__init__(f"{folder} is there already. Choose another place, or pass overwrite=True (--overwrite).")
+        super().__init__(
+            f"{folder} is there already. Pass overwrite=True (--overwrite) to replace it, or choose another place."
+        )
 
 
 def disk_full(error: BaseException | None) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,8 @@ from jzero.checkpoint.names import is_safe, shown
 
 FILE = "jzero.json"
 FORMAT = 1
+_FILE = re.compile(r"[A-Za-z0-9_%.-]+(/[A-Za-z0-9_%.-]+)*")
+
 ARRAYS = "state"
 """The folder of the arrays inside of a checkpoint: the item of orbax."""
 
@@ -146,23 +149,26 @@ class Manifest:
         try:
             document = json.loads(text)
             body = document["body"]
-            digest = document["sha256"]
-        except (ValueError, KeyError, TypeError) as error:
+            signed = _digest(body) == document["sha256"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"is no manifest ({error})") from error
-        if _digest(body) != digest:
+        if not signed:
             raise ValueError("does not have the SHA-256 that it names")
         try:
             if body["format"] != FORMAT:
                 raise ValueError(f"has format {body['format']}; this version of jzero reads {FORMAT}")
             leaves = tuple(_entry(leaf) for leaf in body["leaves"])
-            files = {_safe_file(name): Sum(*sum) for name, sum in body["files"].items()}
+            files = {_safe_file(name): _sum(name, sum) for name, sum in body["files"].items()}
             others = {name: body[name] for name in ("step", "data", "metrics", "saved_from")}
+            _check_about(others["step"], others["metrics"], others["saved_from"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"is not as jzero writes it ({error!r})") from error
         for name in ("path", "folder"):
             count = Counter(getattr(leaf, name) for leaf in leaves)
             if twice := [each for each, times in count.items() if times > 1]:
                 raise ValueError(f"has two leaves of the {name} {twice[0]!r}")
+        if sum(leaf.chunk_count for leaf in leaves) > len(files):  # nobody is to count so far in vain
+            raise ValueError(f"has leaves of more chunks than the {len(files)} files that it names")
         return cls(leaves, files, **others)
 
     @classmethod
@@ -191,6 +197,7 @@ class Manifest:
 
         Raises:
             CorruptCheckpoint: It is not.
+            PermissionError: It may not be read.
         """
         path, wanted = folder / name, self.files.get(name)
         if wanted is None:
@@ -199,6 +206,8 @@ class Manifest:
             found = Sum.of_chunk(path) if wanted.check.startswith("crc32c:") else Sum.of(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(path, "is missing", leaf) from None
+        except PermissionError:  # that says nothing about the file
+            raise
         except OSError as error:
             raise CorruptCheckpoint(path, f"cannot be read ({error})", leaf) from error
         if found.size != wanted.size:
@@ -220,6 +229,32 @@ class Manifest:
         """
         for name in self.small:
             self.check_file(folder, name)
+
+
+def as_json(data: Any) -> Any:
+    """What JSON holds, as it gives it back: a copy, whose tuples are lists.
+
+    Raises:
+        TypeError: JSON cannot hold it, or would give a key back as another one, such as 1 as "1".
+        ValueError: It holds itself.
+
+    Example:
+        >>> as_json({"epoch": 3, "files": ("a", "b")})
+        {'epoch': 3, 'files': ['a', 'b']}
+    """
+    text = json.dumps(data)
+    _check_keys(data)
+    return json.loads(text)
+
+
+def _check_keys(data: Any) -> None:
+    if isinstance(data, dict):
+        if odd := [key for key in data if not isinstance(key, str)]:
+            raise TypeError(f"the key {odd[0]!r} is a {type(odd[0]).__name__}, and JSON has strings for keys only")
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        for each in data:
+            _check_keys(each)
 
 
 def _digest(body: Any) -> str:
@@ -247,6 +282,8 @@ def _entry(leaf: dict[str, Any]) -> Entry:
         raise ValueError(
             f"has a leaf {shown(tuple(leaf['path']))!r} of {leaf['dtype']}{tuple(shape)}, stored in {leaf['stored']}"
         )
+    if spec is not None and not (isinstance(spec, list) and len(spec) >= len(shape) and all(map(_texts, spec))):
+        raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape}, cut over {spec!r}")
     return Entry(
         path=tuple(leaf["path"]),
         folder=leaf["folder"],
@@ -258,7 +295,34 @@ def _entry(leaf: dict[str, Any]) -> Entry:
 
 
 def _safe_file(name: str) -> str:
-    parts = name.split("/")
-    if name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"names a file {name!r} outside of the checkpoint")
+    if _FILE.fullmatch(name) is None or any(part in (".", "..") for part in name.split("/")):
+        raise ValueError(f"names a file {name!r}, which none of a checkpoint can be")
     return name
+
+
+def _sum(name: str, values: Any) -> Sum:
+    if not isinstance(values, list) or len(values) != 2 or type(values[0]) is not int or type(values[1]) is not str:
+        raise ValueError(f"has {values!r} for the sum of the file {name!r}")
+    return Sum(*values)
+
+
+def _texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _check_about(step: Any, metrics: Any, saved: Any) -> None:
+    """Raises unless what a manifest says beside leaves and files is of the kinds that jzero writes."""
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"has the step {step!r}")
+    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
+        raise ValueError(f"has the metrics {metrics!r}")
+    if not isinstance(saved, dict) or not isinstance(mesh := saved.get("mesh", {}), dict):
+        raise ValueError(f"was saved from {saved!r}")
+    counts = [*mesh.values(), saved.get("processes", 1), saved.get("min_shard_size", 0) + 1]
+    tables = [saved.get(name) or {} for name in ("stage", "precision")]
+    if (
+        not all(type(count) is int and count >= 1 for count in counts)
+        or not all(_texts(saved.get(name, [])) for name in ("data_axes", "replica_axes"))
+        or not all(isinstance(table, dict) for table in tables)
+    ):
+        raise ValueError(f"was saved from {saved!r}")

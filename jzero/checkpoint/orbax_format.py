@@ -10,6 +10,7 @@ live; with a target it places them as that says.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest
@@ -44,6 +45,12 @@ def files(manifest: Manifest) -> dict[str, str]:
         "custom_metadata": MARK,
     }
     return {CHECKPOINT: json.dumps(checkpoint), f"{ARRAYS}/{ITEM}": json.dumps(item)}
+
+
+def store(folder: Path, name: str = "") -> dict[str, str]:
+    """Where something in a folder is, as tensorstore's driver of files has it, which refuses "..", and two slashes."""
+    folder = folder.resolve() if ".." in folder.parts else folder.absolute()
+    return {"driver": "file", "path": f"/{str(folder).lstrip('/')}/{name}"}
 
 
 def zarr(leaf: Entry) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jzero.checkpoint import encoding
 from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.manifest import FILE, Entry
 from jzero.checkpoint.names import shown
-from jzero.checkpoint.orbax_format import CHECKPOINT, ITEM, MARK
+from jzero.checkpoint.orbax_format import CHECKPOINT, ITEM, MARK, store
 
 UNLIKE = (KeyError, TypeError, AttributeError, ValueError)
 """What is raised where metadata is not as orbax writes it."""
@@ -146,20 +146,19 @@ def _context() -> ts.Context:
 
 def _spec(item: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-    file = {"driver": "file", "path": f"{item.absolute()}/"}
     if metadata.get("use_ocdbt"):
-        store = {"driver": "ocdbt", "base": file, "path": f"{name}/"}
+        kvstore = {"driver": "ocdbt", "base": store(item), "path": f"{name}/"}
     else:
-        store = {"driver": "file", "path": f"{item.absolute()}/{name}/"}
+        kvstore = store(item, f"{name}/")
     # Where orbax has written all chunks, one that is not there is lost; else it was all zeros.
     lost = bool(metadata.get("store_array_data_equal_to_fill_value"))
-    return {"driver": driver, "kvstore": store, "fill_missing_data_reads": not lost}
+    return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": not lost}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(path, f"cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise CorruptCheckpoint(path, "is not as orbax writes it")

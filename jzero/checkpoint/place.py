@@ -37,6 +37,10 @@ SYNCS = 32
 """How many files are forced to the disk at once."""
 
 
+TRIES = 1000
+"""How often a lock is taken again that others have just removed."""
+
+
 def tmp(folder: Path) -> Path:
     """Where a folder is until it is whole."""
     return folder.with_name(folder.name + TMP)
@@ -85,7 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _hold(lock: Path, folder: Path) -> int:
-    while True:
+    for _ in range(TRIES):
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,6 +112,7 @@ def _hold(lock: Path, folder: Path) -> int:
             )
             return handle
         os.close(handle)
+    raise BeingWritten(folder, "")
 
 
 def recover(folder: Path) -> None:
@@ -176,6 +181,10 @@ def remove(folder: Path) -> None:
 @contextmanager
 def whole(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A folder to write into, which takes its place when all is written, and goes if not.
+
+    Args:
+        folder: Its place.
+        overwrite: Whether one that is there is replaced.
 
     Raises:
         BeingWritten: Another process is at it.

@@ -123,7 +123,7 @@ def open_array(folder: Path, leaf: Entry, *, write: bool = False) -> Any:
 def _spec(folder: Path, leaf: Entry) -> dict[str, Any]:
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/{ARRAYS}/{leaf.folder}/"},
+        "kvstore": orbax_format.store(folder, f"{ARRAYS}/{leaf.folder}/"),
         # A chunk of zeros is a file as any other, so that one that is missing is never taken for zeros.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,

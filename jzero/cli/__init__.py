@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import jax
 
@@ -18,19 +19,40 @@ COMMANDS = (estimate, preflight, bandwidth, inspect, verify, reshard, export, im
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line.
 
-    Returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line, 3 memory or disk are too small,
-    141 nobody reads what it prints, as in `jzero inspect CKPT | head`.
+    Returns an exit code: 0 done, 1 done with a verdict of no, 2 a wrong command line, or output that cannot be written,
+    3 memory or disk are too small, 130 stopped by Ctrl-C, 141 nobody reads what it prints, as in `jzero inspect CKPT |
+    head`.
     """
     try:
         code = _run(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed, as by ">&-"
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("jzero: stopped")
+        return 128 + signal.SIGINT
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):  # rich exits for it
             raise
-        # What is left in the buffer goes nowhere when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nowhere(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        _to_nowhere(sys.stdout)
+        _say(f"jzero: error: the output cannot be written: {error}")
+        return 2
     return code
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        _to_nowhere(sys.stderr)
+
+
+def _to_nowhere(stream: TextIO | None) -> None:
+    """What is left in the buffer of a stream goes nowhere when Python ends."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -22,7 +22,7 @@ from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import same
-from jzero.checkpoint.room import check_disk, check_free, on_disk, target
+from jzero.checkpoint.room import check_apart, check_disk, check_free, on_disk, target
 
 MEMORY = 300 * 10**6
 """Bytes of memory that an export takes at most by default, over those of the process before."""
@@ -113,6 +113,7 @@ def export_safetensors(
         raise ValueError(f"export: max_shard={max_shard!r}; wanted 1 byte or more.")
     rules = Rules.read(map) if isinstance(map, str | PathLike) else map
     origin, folder = Origin.open(Path(checkpoint)), target(folder)
+    check_apart(origin.folder, folder)
     check_free(folder, overwrite, lambda path: path.name == INDEX or path.suffix == ".safetensors", "an export")
     links = outward(str(origin.folder), origin.leaves, rules, dtype)
     files = shards(

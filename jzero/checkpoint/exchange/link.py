@@ -201,7 +201,7 @@ def _stacked(path: Path, group: Mapping[tuple[int, ...], Tensor], rule) -> Link:
     first, indices = tensors[0], sorted(group)
     stack = tuple(max(index[dim] for index in indices) + 1 for dim in range(len(indices[0])))
     if math.prod(stack) != len(indices):
-        absent = (index for index in np.ndindex(*stack) if index not in group)
+        absent = (index for index in _indices(stack) if index not in group)
         names = (rule.name(dict(zip(rule.stacked, index, strict=True))) for index in absent)
         some = few(itertools.islice(names, 5), 5, of=math.prod(stack) - len(indices))
         raise ValueError(f"the file has {len(indices)} tensors of {math.prod(stack)}; missing are {some}")
@@ -213,6 +213,15 @@ def _stacked(path: Path, group: Mapping[tuple[int, ...], Tensor], rule) -> Link:
     except ValueError as error:
         raise ValueError(f"the file has {_described(first)}, which {error}") from error
     return Link(path, str(first.dtype), tuple(tensor.name for tensor in tensors), stack, turn)
+
+
+def _indices(stack: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """As `np.ndindex`, but in no memory: a name may claim any number of layers."""
+    if not stack:
+        yield ()
+        return
+    for first in range(stack[0]):
+        yield from ((first, *rest) for rest in _indices(stack[1:]))
 
 
 def _nested(paths: Sequence[Path]) -> list[str]:

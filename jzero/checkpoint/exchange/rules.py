@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jzero.checkpoint.exchange.dims import Dims, Turn
+from jzero.checkpoint.exchange.format import METADATA
 from jzero.checkpoint.names import shown
 
 MAPS = Path(__file__).with_name("maps")
@@ -246,6 +247,8 @@ def _rule(leaf: str, row: Any, stacked: Sequence[str], sizes: Mapping[str, int])
     known = {"tensor", "transpose", "dims"}
     if not isinstance(row, dict) or not isinstance(row.get("tensor"), str) or not set(row) <= known:
         raise ValueError(f'{row!r}; wanted a tensor, as in "name" or {{ tensor = "name", transpose = true }}')
+    if row["tensor"] == METADATA:
+        raise ValueError(f"is the tensor {METADATA}; the format has something else under this name")
     if {"transpose", "dims"} <= set(row):
         raise ValueError("has transpose and dims; wanted one of them")
     dims = row.get("transpose", False)
