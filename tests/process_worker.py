@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import jzero
-from jzero.checkpoint import Checkpointer, SaveFailed, cut, place
+from jzero.checkpoint import Checkpointer, CorruptCheckpoint, SaveFailed, cut, place, read, run_folder
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.reshard import reshard
 
@@ -108,6 +108,26 @@ def save_in_two_orders(folder, state, layout, tx):
     return [checkpointer.steps for checkpointer in both]
 
 
+def restore_what_one_cannot_read(checkpointer, layout, tx, others):
+    """What both hear when the second process finds a damaged chunk, and when it does not see the latest step."""
+    arrays, steps = read.arrays, run_folder.steps
+
+    def damaged(folder, manifest, pairs):
+        yield from list(arrays(folder, manifest, pairs))[:1]
+        raise CorruptCheckpoint(folder / "state/params.w/c/0", "was changed", "params/w")
+
+    found = []
+    if jax.process_index():
+        read.arrays, run_folder.steps = damaged, lambda directory: []
+    for restore in (lambda: checkpointer.restore(tx, layout, **others), lambda: checkpointer.restore_params(layout)):
+        try:
+            found.append(str(restore()))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    read.arrays, run_folder.steps = arrays, steps
+    return [*found, str(checkpointer.restore(tx, layout, **others).step)]
+
+
 def checkpoints(folder):
     """Saves from both processes, restores what one process has saved, and says what came of each.
 
@@ -136,6 +156,7 @@ def checkpoints(folder):
                 checkpointer.save(step, state, TX, layout, data={"of": jax.process_index()})
             restored = checkpointer.restore(TX, layout, **OTHERS)
             found[name] = {"own": digest(restored.state) == digest(state), "data": restored.data}
+            found[name]["damaged"] = restore_what_one_cannot_read(checkpointer, layout, TX, OTHERS)
             if stage == 3:
                 checkpointer.save(3, state, TX, layout, only=("params",))
                 checkpointer.wait()

@@ -73,7 +73,7 @@ def round_trip(states, folder, pairs, monkeypatch):
     monkeypatch.setattr(cut, "LARGEST", 256)  # bytes: the larger leaves have several chunks
     wanted: dict = {}
     with Checkpointer(folder, async_=False) as checkpointer:
-        for source in sorted({source for source, _ in pairs}):
+        for source in sorted({source for source, _ in pairs}, key=CONFIGS.index):
             state, layout = states(source)
             found = held(state, layout)
             wanted = wanted or found

@@ -131,6 +131,15 @@ def test_what_one_process_writes_alone_or_first_keeps_the_others_waiting_for_not
     assert [result["checkpoints"]["3 2,2,2"]["orders"] for result in results] == [[[1], [1]], [[1], [1]]]
 
 
+def test_a_restore_that_one_process_cannot_do_is_given_up_by_both(results):
+    """At stage 1 the others would wait for it in a gather; and the first process says which step is the latest."""
+    for name in ("1 8", "3 2,2,2"):
+        first, second = (result["checkpoints"][name]["damaged"] for result in results)
+        assert first[:2] == [f"RestoreFailed: process 1: {said}" for said in second[:2]]
+        assert all(said.startswith("CorruptCheckpoint: leaf params/w: ") for said in second[:2])
+        assert first[2] == second[2] == "2"
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_in_a_save_leaves_what_was_there(tmp_path):
     saved = tmp_path / "saved"

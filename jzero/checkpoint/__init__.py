@@ -8,7 +8,7 @@ one, all at once. The formats are described in `docs/checkpoints.md` and `docs/s
 """
 
 from jzero.checkpoint.checkpointer import Checkpointer, Restored
-from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, LimitExceeded, SaveFailed
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, LimitExceeded, RestoreFailed, SaveFailed
 from jzero.checkpoint.exchange.bring import Imported, import_params
 from jzero.checkpoint.exchange.export import Exported, export_safetensors
 from jzero.checkpoint.exchange.load import load_safetensors
@@ -24,6 +24,7 @@ __all__ = [
     "Imported",
     "LimitExceeded",
     "Manifest",
+    "RestoreFailed",
     "Restored",
     "Rules",
     "SaveFailed",

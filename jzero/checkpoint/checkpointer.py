@@ -315,7 +315,8 @@ class Checkpointer:
         """Reads a checkpoint into a layout, whatever it was saved from.
 
         Each process reads what its devices hold, a few chunks at a time; at stages 0 to 2 of a mixed precision the
-        params are then made of the master weights (one all-gather). Everything is checked before any array is read.
+        params are then made of the master weights (one all-gather). Everything is checked before any array is read. Of
+        several processes the first one says which checkpoint is the latest, and what stops one of them stops all.
 
         Args:
             tx: The optimizer of the state that is wanted.
@@ -341,6 +342,7 @@ class Checkpointer:
             FileNotFoundError: There is no such checkpoint.
             CheckpointMismatch: It does not hold what is wanted; every leaf that does not fit is named.
             CorruptCheckpoint: A file is missing or was changed.
+            RestoreFailed: Another process could not read its part; nobody then waits for it.
         """
         check_arguments("restore(tx, layout)", layout=layout, tx=tx)
         only = parts.chosen("restore", only)
@@ -350,12 +352,14 @@ class Checkpointer:
                 f"restore: with {option} the rest is made afresh; pass init=lambda: jzero.init(init_params, tx, "
                 f"layout, ...) as well."
             )
-        number, manifest = self._open(step)
+        processes = Processes.of_mesh(layout.mesh, self.timeout)
+        number, manifest = self._open(step, processes)
         state = restored(
             self.path(number),
             manifest,
             tx,
             layout,
+            processes,
             key=key,
             model_state=model_state,
             loss_scale=loss_scale,
@@ -381,13 +385,20 @@ class Checkpointer:
             FileNotFoundError: There is no such checkpoint.
             CheckpointMismatch: It does not hold what is wanted; every leaf that does not fit is named.
             CorruptCheckpoint: A file is missing or was changed.
+            RestoreFailed: Another process could not read its part; nobody then waits for it.
         """
-        number, manifest = self._open(step)
-        return restored_params(self.path(number), manifest, layout, cast=cast)
+        processes = Processes.of_mesh(layout.mesh, self.timeout)
+        number, manifest = self._open(step, processes)
+        return restored_params(self.path(number), manifest, layout, processes, cast=cast)
 
-    def _open(self, step: int | Literal["latest", "best"]) -> tuple[int, Manifest]:
+    def _open(self, step: int | Literal["latest", "best"], processes: Processes) -> tuple[int, Manifest]:
         """The step and the manifest of a checkpoint, when the save before has come to its end."""
         self.wait()
+        number = processes.first(f"{self.directory}/step", lambda: self._number(step))
+        with processes.together(f"{self.directory}/manifest"):
+            return number, self.manifest(number)
+
+    def _number(self, step: int | Literal["latest", "best"]) -> int:
         if step in ("latest", "best"):
             found = self.latest if step == "latest" else self.best_step
             if step == "best" and self.best is None:
@@ -399,7 +410,7 @@ class Checkpointer:
             step = found
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"restore: step={step!r}; wanted a step, 'latest' or 'best'.")
-        return step, self.manifest(step)
+        return step
 
     def _nothing_there(self) -> str:
         """Why there is neither a latest nor a best checkpoint, and what to do."""

@@ -62,6 +62,10 @@ class SaveFailed(RuntimeError):
         return disk_full(self.__cause__)
 
 
+class RestoreFailed(RuntimeError):
+    """Another process of the run could not read its part of a checkpoint, and says why in an error of its own."""
+
+
 class BeingWritten(SaveFailed):
     """Another process is writing at the same place."""
 

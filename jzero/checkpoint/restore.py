@@ -13,6 +13,7 @@ from jzero.checkpoint.fit import fit
 from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.names import shown
 from jzero.checkpoint.parts import PARTS
+from jzero.checkpoint.processes import Processes
 from jzero.layout import Layout
 from jzero.loss_scale import DynamicLossScale, as_loss_scale
 from jzero.state import TrainState
@@ -23,6 +24,7 @@ def restored(
     manifest: Manifest,
     tx: optax.GradientTransformation,
     layout: Layout,
+    processes: Processes,
     *,
     key: Any,
     model_state: Any,
@@ -34,11 +36,12 @@ def restored(
     cast: bool,
 ) -> TrainState:
     """Reads a state; see `Checkpointer.restore`. Everything is checked before any array is read."""
-    wanted = parts.wants(tx, layout, only, key=key, model_state=model_state, loss_scale=loss_scale)
-    entries = [entry for entry in manifest.leaves if entry.path[0] in only]
-    options = {"on_missing": on_missing, "on_extra": on_extra, "cast": cast}
-    pairs, missing = fit(str(folder), entries, list(parts.each(wanted)), **options)
-    manifest.check_small(folder)
+    with processes.together(f"{folder}/fit"):
+        wanted = parts.wants(tx, layout, only, key=key, model_state=model_state, loss_scale=loss_scale)
+        entries = [entry for entry in manifest.leaves if entry.path[0] in only]
+        options = {"on_missing": on_missing, "on_extra": on_extra, "cast": cast}
+        pairs, missing = fit(str(folder), entries, list(parts.each(wanted)), **options)
+        manifest.check_small(folder)
     found: dict[tuple[str, ...], jax.Array] = {}
     fields: dict[str, Any] = {}
     if init is not None and (missing or len(only) < len(PARTS)):
@@ -47,8 +50,9 @@ def restored(
         if not isinstance(fresh, TrainState):
             raise TypeError(f"restore: init() returns a {type(fresh).__name__}; wanted what jzero.init returns.")
         found, fields = _fresh(fresh, tx, layout, only, missing)
-    for (_, want), array in zip(pairs, read.arrays(folder, manifest, pairs), strict=True):
-        found[want.path] = array
+    with processes.together(f"{folder}/read"):
+        for (_, want), array in zip(pairs, read.arrays(folder, manifest, pairs), strict=True):
+            found[want.path] = array
     for part, (treedef, wants) in wanted.items():
         leaves = [found[want.path] for want in wants]
         if part == "params":
@@ -60,13 +64,15 @@ def restored(
     return state
 
 
-def restored_params(folder: Path, manifest: Manifest, layout: Layout, *, cast: bool) -> Any:
+def restored_params(folder: Path, manifest: Manifest, layout: Layout, processes: Processes, *, cast: bool) -> Any:
     """Reads the params alone; see `Checkpointer.restore_params`."""
-    wants = list(parts.each(parts.wants(None, layout, ("params",))))
-    entries = [entry for entry in manifest.leaves if entry.path[0] == "params"]
-    pairs, _ = fit(str(folder), entries, wants, cast=cast)
-    manifest.check_small(folder)
-    return parts.params_of(list(read.arrays(folder, manifest, pairs)), layout)[0]
+    with processes.together(f"{folder}/read"):
+        wants = list(parts.each(parts.wants(None, layout, ("params",))))
+        entries = [entry for entry in manifest.leaves if entry.path[0] == "params"]
+        pairs, _ = fit(str(folder), entries, wants, cast=cast)
+        manifest.check_small(folder)
+        arrays = list(read.arrays(folder, manifest, pairs))
+    return parts.params_of(arrays, layout)[0]
 
 
 def _fresh(state, tx, layout, only, missing) -> tuple[dict[Any, jax.Array], dict[str, Any]]:
