@@ -394,8 +394,9 @@ def test_keys_that_json_changes_are_refused(saved, tmp_path):
     """They came back as others, in another order: the manifest had not the digest that it names, and all was lost."""
     layout, state = saved[1], random_state(saved[1])
     with Checkpointer(tmp_path) as checkpointer:
-        numbered: Any = {9: 0, 10: 1}
-        for options in ({"data": {"epochs": [numbered]}}, {"metrics": numbered}):
+        numbered = {9: 0, 10: 1}
+        cases: list[dict[str, Any]] = [{"data": {"epochs": [numbered]}}, {"metrics": numbered}]
+        for options in cases:
             with pytest.raises(TypeError, match="the key 9 is a int, and JSON has strings for keys only"):
                 checkpointer.save(1, state, TX, layout, **options)
 
