@@ -210,7 +210,9 @@ def _cast(array: np.ndarray, link: Link) -> np.ndarray:
         cast = encoding.cast(array, link.dtype)
     if np.any(np.isinf(cast) & np.isfinite(array)):
         number = np.max(np.abs(array[np.isfinite(array)]))
-        raise ValueError(f"{link.name}: {number} is too large for {link.dtype}. Export float32 or bfloat16 instead.")
+        raise ValueError(
+            f"{link.name}: {number} is too large for {link.dtype}. Export it as it is stored, with no dtype."
+        )
     return cast
 
 

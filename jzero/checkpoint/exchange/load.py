@@ -116,7 +116,10 @@ def _fit(model: Source, wants: list[Want], on_extra: str, cast: bool) -> list[tu
         link = links.pop(want.path, None)
         if link is None:
             asked = f"; asked for {want.dtype}{want.shape}" if want.dtype else ""
-            problems.append(f"{shown(want.path)}: the files have no tensor for it{asked}. Load it from files that do.")
+            problems.append(
+                f"{shown(want.path)}: the files have no tensor for it{asked}. Load files that do, or pass map=, if "
+                f"they name it otherwise."
+            )
         elif problem := _problem(link, want, cast):
             problems.append(f"{link.name}: the files have {_described(link)}, {problem}")
         else:
