@@ -171,7 +171,9 @@ def test_what_cannot_be_removed_does_not_stop_saves(tmp_path, monkeypatch):
         assert names(tmp_path) == ["3"]
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the child waits and ends, no more
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning"
+)  # the child waits, and ends
 def test_children_of_a_process_do_not_keep_its_lock(tmp_path):
     """Such as those that load data: a fork has all files open that its parent has."""
     with place.locked(tmp_path / "made"):
