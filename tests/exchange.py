@@ -6,7 +6,7 @@ import numpy as np
 
 from jzero.checkpoint import Manifest, encoding
 from jzero.checkpoint.chunks import grid, halved
-from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.store import Piece

@@ -771,7 +771,7 @@ def test_blocks_and_chunks_fit_into_the_memory(source, chunk, spare):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_next_block_is_read_while_one_is_used(tmp_path, monkeypatch, ahead):
-    arrays = {("a",): np.arange(12.0), ("b",): np.arange(5.0)}
+    arrays: dict[tuple[str, ...], np.ndarray] = {("a",): np.arange(12.0), ("b",): np.arange(5.0)}
     origin = Origin.open(write_arrays(tmp_path / "1", arrays, 16))
     wanted = [(same(leaf), region) for leaf in origin.leaves for region in regions(same(leaf), (4,))]
     reader, begun, block = Reader(origin, 2**20), [], Reader.block

@@ -31,6 +31,7 @@ from jzero.checkpoint import (
     import_params,
     load_safetensors,
 )
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.exchange import export, slices
 from jzero.checkpoint.exchange.dims import Dims, Turn
 from jzero.checkpoint.exchange.export import shape_of_blocks
@@ -38,7 +39,6 @@ from jzero.checkpoint.exchange.files import find
 from jzero.checkpoint.exchange.format import CODES, CorruptTensors, read_header
 from jzero.checkpoint.exchange.link import Link
 from jzero.checkpoint.exchange.source import Source
-from jzero.checkpoint.manifest import Entry
 from tests.exchange import RANDOM, bits_of, held, saved
 
 

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jzero.checkpoint import chunks
-from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.entry import Entry
+from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.write import write
 from jzero.cli import main as jzero

@@ -8,12 +8,13 @@ one, all at once. The formats are described in `docs/checkpoints.md` and `docs/s
 """
 
 from jzero.checkpoint.checkpointer import Checkpointer, Restored
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, LimitExceeded, RestoreFailed, SaveFailed
 from jzero.checkpoint.exchange.bring import Imported, import_params
 from jzero.checkpoint.exchange.export import Exported, export_safetensors
 from jzero.checkpoint.exchange.load import load_safetensors
 from jzero.checkpoint.exchange.rules import Rules
-from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.manifest import Manifest
 
 __all__ = [
     "CheckpointMismatch",

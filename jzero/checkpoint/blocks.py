@@ -12,8 +12,8 @@ import numpy as np
 
 from jzero.checkpoint import encoding, store
 from jzero.checkpoint.chunks import Region, grid, inside, overlap
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import LimitExceeded
-from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import Made
 from jzero.wording import size

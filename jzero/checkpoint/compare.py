@@ -8,8 +8,8 @@ import numpy as np
 from jzero.checkpoint import encoding
 from jzero.checkpoint.blocks import Reader, budget, regions, shape_of_blocks, side_by_side
 from jzero.checkpoint.chunks import Region
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CorruptCheckpoint
-from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import Made, same
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jzero.checkpoint import encoding
 from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside, overlap, region_of
-from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.parts import Item
 from jzero.checkpoint.store import Piece

@@ -6,8 +6,8 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jzero.checkpoint.encoding import KEY, dtype_of
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CheckpointMismatch
-from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.names import Path, shown
 from jzero.checkpoint.parts import Want
 

@@ -2,104 +2,18 @@
 
 import hashlib
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jzero.checkpoint import encoding
+from jzero.checkpoint import vetted
+from jzero.checkpoint.entry import ARRAYS, Entry, Sum
 from jzero.checkpoint.errors import CorruptCheckpoint
-from jzero.checkpoint.names import is_safe, shown
 
 FILE = "jzero.json"
 FORMAT = 1
-_FILE = re.compile(r"[A-Za-z0-9_%.-]+(/[A-Za-z0-9_%.-]+)*")
-
-ARRAYS = "state"
-"""The folder of the arrays inside of a checkpoint: the item of orbax."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One leaf of a checkpoint, in its logical shape.
-
-    Attributes:
-        path: Where it is in the tree, such as ("params", "blocks", "kernel").
-        folder: The name of its folder: the keys that orbax shows, joined by dots.
-        shape: Its shape in the tree; of random keys without the dim of their words.
-        dtype: Name of its dtype, such as "bfloat16", or "key:" and the implementation of random keys.
-        stored: Name of the dtype that it is stored in; None if it has no elements, and so no folder.
-        stored_shape: The shape that it is stored in.
-        chunk: Shape of a chunk; each is one file.
-        spec: The mesh axes of each dim where it was saved from; None if that is not known.
-    """
-
-    path: tuple[str, ...]
-    folder: str
-    shape: tuple[int, ...]
-    dtype: str
-    stored: str | None
-    stored_shape: tuple[int, ...]
-    chunk: tuple[int, ...]
-    spec: tuple[tuple[str, ...], ...] | None = None
-
-    @property
-    def name(self) -> str:
-        """Its path as messages and patterns have it."""
-        return shown(self.path)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements as stored."""
-        return 0 if self.stored is None else encoding.nbytes(self.stored_shape, self.stored)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of one chunk."""
-        return 0 if self.stored is None else encoding.nbytes(self.chunk, self.stored)
-
-    @property
-    def chunk_count(self) -> int:
-        """How many chunks it has."""
-        if self.stored is None:
-            return 0
-        return math.prod(-(-size // step) for size, step in zip(self.stored_shape, self.chunk, strict=True))
-
-    def file(self, chunk: tuple[int, ...] | None = None) -> str:
-        """Name of the file of one chunk, by its number in each dim; without one, of zarr's description of the array."""
-        inside = "zarr.json" if chunk is None else "/".join(["c", *map(str, chunk)])
-        return f"{ARRAYS}/{self.folder}/{inside}"
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Size and checksum of a file.
-
-    Attributes:
-        size: Bytes.
-        check: "sha256:" and the digest of the file; or, for a chunk, "crc32c:" and its last four bytes, which are the
-            checksum of those before, as zarr's codec of that name writes and checks it.
-    """
-
-    size: int
-    check: str
-
-    @classmethod
-    def of_chunk(cls, path: Path) -> "Sum":
-        """That of a chunk which ends with its checksum. Only the last bytes are read."""
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - 4))
-            return cls(size, f"crc32c:{file.read()[::-1].hex()}")
-
-    @classmethod
-    def of(cls, path: Path) -> "Sum":
-        """That of any other file."""
-        data = path.read_bytes()
-        return cls(len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
 
 
 @dataclass(frozen=True)
@@ -157,10 +71,10 @@ class Manifest:
         try:
             if body["format"] != FORMAT:
                 raise ValueError(f"has format {body['format']}; this version of jzero reads {FORMAT}")
-            leaves = tuple(_entry(leaf) for leaf in body["leaves"])
-            files = {_safe_file(name): _sum(name, sum) for name, sum in body["files"].items()}
+            leaves = tuple(vetted.entry(leaf) for leaf in body["leaves"])
+            files = {vetted.file(name): vetted.sum_of(name, sum) for name, sum in body["files"].items()}
             others = {name: body[name] for name in ("step", "data", "metrics", "saved_from")}
-            _check_about(others["step"], others["metrics"], others["saved_from"])
+            vetted.check_about(others["step"], others["metrics"], others["saved_from"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"is not as jzero writes it ({error!r})") from error
         for name in ("path", "folder"):
@@ -260,69 +174,3 @@ def _check_keys(data: Any) -> None:
 def _digest(body: Any) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _entry(leaf: dict[str, Any]) -> Entry:
-    # What a manifest says is checked here once, for it may come from anywhere: names must stay inside of the folder.
-    if not is_safe(leaf["folder"]):
-        raise ValueError(f"has a leaf in a folder named {leaf['folder']!r}, which may not be one")
-    spec = leaf["spec"]
-    shape, stored, chunk = leaf["shape"], leaf["stored_shape"], leaf["chunk"]
-    sizes = [*shape, *stored, *chunk]
-    if not leaf["path"] or not all(isinstance(key, str) for key in leaf["path"]):
-        raise ValueError(f"has a leaf of the path {leaf['path']!r}")
-    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(chunk) != len(stored):
-        raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape} in chunks of {chunk}")
-    words = 1 if leaf["dtype"].startswith(encoding.KEY) else 0
-    if stored[: len(shape)] != shape or len(stored) != len(shape) + words:
-        raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape}, stored as {stored} in {chunk}")
-    # What has elements is on the disk; else memory would be handed out as it is.
-    dtype = encoding.stored_dtype(leaf["dtype"])
-    if leaf["stored"] != (None if 0 in stored else dtype) or (leaf["stored"] is not None and 0 in chunk):
-        raise ValueError(
-            f"has a leaf {shown(tuple(leaf['path']))!r} of {leaf['dtype']}{tuple(shape)}, stored in {leaf['stored']}"
-        )
-    if spec is not None and not (isinstance(spec, list) and len(spec) >= len(shape) and all(map(_texts, spec))):
-        raise ValueError(f"has a leaf {shown(tuple(leaf['path']))!r} of shape {shape}, cut over {spec!r}")
-    return Entry(
-        path=tuple(leaf["path"]),
-        folder=leaf["folder"],
-        dtype=leaf["dtype"],
-        stored=leaf["stored"],
-        spec=None if spec is None else tuple(map(tuple, spec)),
-        **{name: tuple(int(size) for size in leaf[name]) for name in ("shape", "stored_shape", "chunk")},
-    )
-
-
-def _safe_file(name: str) -> str:
-    if _FILE.fullmatch(name) is None or any(part in (".", "..") for part in name.split("/")):
-        raise ValueError(f"names a file {name!r}, which none of a checkpoint can be")
-    return name
-
-
-def _sum(name: str, values: Any) -> Sum:
-    if not isinstance(values, list) or len(values) != 2 or type(values[0]) is not int or type(values[1]) is not str:
-        raise ValueError(f"has {values!r} for the sum of the file {name!r}")
-    return Sum(*values)
-
-
-def _texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def _check_about(step: Any, metrics: Any, saved: Any) -> None:
-    """Raises unless what a manifest says beside leaves and files is of the kinds that jzero writes."""
-    if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"has the step {step!r}")
-    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
-        raise ValueError(f"has the metrics {metrics!r}")
-    if not isinstance(saved, dict) or not isinstance(mesh := saved.get("mesh", {}), dict):
-        raise ValueError(f"was saved from {saved!r}")
-    counts = [*mesh.values(), saved.get("processes", 1), saved.get("min_shard_size", 0) + 1]
-    tables = [saved.get(name) or {} for name in ("stage", "precision")]
-    if (
-        not all(type(count) is int and count >= 1 for count in counts)
-        or not all(_texts(saved.get(name, [])) for name in ("data_axes", "replica_axes"))
-        or not all(isinstance(table, dict) for table in tables)
-    ):
-        raise ValueError(f"was saved from {saved!r}")

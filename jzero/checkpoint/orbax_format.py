@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jzero.checkpoint.manifest import ARRAYS, Entry, Manifest
+from jzero.checkpoint.entry import ARRAYS, Entry
+from jzero.checkpoint.manifest import Manifest
 
 MARK = {"jzero": 1}
 """Is in the metadata of what jzero writes, so that a checkpoint that has lost its manifest is not taken for orbax's."""

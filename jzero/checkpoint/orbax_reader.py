@@ -16,8 +16,9 @@ from typing import Any
 import tensorstore as ts
 
 from jzero.checkpoint import encoding
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CorruptCheckpoint
-from jzero.checkpoint.manifest import FILE, Entry
+from jzero.checkpoint.manifest import FILE
 from jzero.checkpoint.names import shown
 from jzero.checkpoint.orbax_format import CHECKPOINT, ITEM, MARK, store
 

@@ -12,8 +12,9 @@ import tensorstore as ts
 
 from jzero.checkpoint import orbax_reader, store
 from jzero.checkpoint.chunks import Region, overlap
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CorruptCheckpoint
-from jzero.checkpoint.manifest import FILE, Entry, Manifest
+from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.names import shown
 from jzero.checkpoint.place import OLD, TMP, stale, standing
 from jzero.checkpoint.store import Piece

@@ -8,7 +8,8 @@ import numpy as np
 
 from jzero.checkpoint import encoding
 from jzero.checkpoint.chunks import Region, grid, inside, overlap, region_of
-from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.entry import Entry
+from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.parts import Want
 from jzero.checkpoint.store import Piece

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from jzero.checkpoint import encoding
 from jzero.checkpoint.chunks import Region, overlap
-from jzero.checkpoint.manifest import Entry
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.names import Path, shown
 
 

@@ -9,8 +9,9 @@ from jzero.checkpoint import encoding
 from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_blocks, side_by_side
 from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside
 from jzero.checkpoint.compare import different
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, SaveFailed
-from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.patterns import Pattern, any_match

@@ -6,8 +6,9 @@ from os import PathLike
 from pathlib import Path
 
 from jzero.checkpoint import place
+from jzero.checkpoint.entry import ARRAYS
 from jzero.checkpoint.errors import LimitExceeded
-from jzero.checkpoint.manifest import ARRAYS, FILE
+from jzero.checkpoint.manifest import FILE
 from jzero.checkpoint.orbax_format import CHECKPOINT
 from jzero.wording import few, size
 

@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from jzero.checkpoint import orbax_format
 from jzero.checkpoint.chunks import Region
-from jzero.checkpoint.manifest import ARRAYS, Entry, Sum
+from jzero.checkpoint.entry import ARRAYS, Entry, Sum
 
 IN_FLIGHT = 16 * 2**20
 """Bytes of chunks that are being read or written at once. Tensorstore holds two or three times as much."""

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jzero.checkpoint import orbax_format, place, store
+from jzero.checkpoint.entry import ARRAYS, Sum
 from jzero.checkpoint.errors import BeingWritten, InTheWay, SaveFailed
-from jzero.checkpoint.manifest import ARRAYS, FILE, Manifest, Sum
+from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.inspection import Inspection, inspect
-from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.placing import precision_of
 from jzero.cli.as_json import print_json
 from jzero.cli.checkpoints import aligned, command, exits, mesh_and_stage, safe, title

@@ -11,10 +11,11 @@ from jzero.checkpoint import encoding, store
 from jzero.checkpoint.blocks import BASE, COPIES, budget
 from jzero.checkpoint.chunks import LARGEST, grid, halved
 from jzero.checkpoint.compare import different
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CorruptCheckpoint, SaveFailed
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.exchange.source import Source
-from jzero.checkpoint.manifest import Entry, Manifest
+from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.room import check_disk, check_free, is_of_checkpoint, on_disk, target

@@ -14,12 +14,12 @@ import numpy as np
 from jzero.checkpoint import encoding, place
 from jzero.checkpoint.blocks import ENOUGH, Reader, budget
 from jzero.checkpoint.chunks import Region, grid
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.exchange import slices
 from jzero.checkpoint.exchange.files import INDEX, index, shards
 from jzero.checkpoint.exchange.format import CorruptTensors, Spec, Tensor, header, read_header
 from jzero.checkpoint.exchange.link import ROOT, Link, outward
 from jzero.checkpoint.exchange.rules import Rules
-from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import same
 from jzero.checkpoint.room import check_apart, check_disk, check_free, on_disk, target

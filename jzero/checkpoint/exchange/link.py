@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jzero.checkpoint.chunks import Region
+from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CheckpointMismatch
 from jzero.checkpoint.exchange.dims import Piece, Turn
 from jzero.checkpoint.exchange.format import CODES, METADATA, Tensor
 from jzero.checkpoint.exchange.rules import Rules
-from jzero.checkpoint.manifest import Entry
 from jzero.checkpoint.names import Path, quote, shown, unquote
 from jzero.wording import few
 
