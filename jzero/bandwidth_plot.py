@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from jzero.sweep import Sweep
+from jzero.wording import exact_size
 
 _STYLES = ("-", ":", "-.", (0, (3, 1, 1, 1, 1, 1)), (0, (1, 4)))  # dashes are the link's
 _MARKERS = "osD^v"
@@ -53,7 +54,7 @@ def plot(sweeps: Sequence[Sweep], link: float | None = None) -> Figure:
         axes.axhline(link / 1e9, color="black", linestyle="--", linewidth=1, label=f"link: {link / 1e9:.3g} GB/s")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda size, _: size_text(round(size)))
+    axes.xaxis.set_major_formatter(lambda size, _: exact_size(round(size)))
     axes.set_xlabel("size of the whole array")
     axes.set_ylabel("bus bandwidth (GB/s)")
     first = sweeps[0]
@@ -62,16 +63,3 @@ def plot(sweeps: Sequence[Sweep], link: float | None = None) -> Figure:
     axes.grid(which="major", alpha=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
     return figure
-
-
-def size_text(size: int) -> str:
-    """Bytes in the largest binary unit that holds them in whole numbers.
-
-    Example:
-        >>> size_text(4096), size_text(1032), size_text(3 << 29)
-        ('4 KiB', '1032 B', '1536 MiB')
-    """
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while len(units) > 1 and size and size % 1024 == 0:
-        size, units = size // 1024, units[1:]
-    return f"{size} {units[0]}"

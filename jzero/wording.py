@@ -42,6 +42,19 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def exact_size(size: int) -> str:
+    """Bytes in the largest binary unit that holds them in whole numbers.
+
+    Example:
+        >>> exact_size(4096), exact_size(1032), exact_size(3 << 29)
+        ('4 KiB', '1032 B', '1536 MiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while len(units) > 1 and size and size % 1024 == 0:
+        size, units = size // 1024, units[1:]
+    return f"{size} {units[0]}"
+
+
 def time(seconds: float) -> str:
     """Seconds in a unit that fits.
 

@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -206,3 +207,9 @@ def test_help_and_module(monkeypatch, capsys):
         runpy.run_module("jzero", run_name="__main__")
     assert done.value.code == 0 and "jzero estimate --params 7.5e9 --devices 64" in capsys.readouterr().out
     assert main([]) == 2
+
+
+def test_commands_start_without_what_only_pictures_need():
+    """Matplotlib takes a quarter of the time that the others take together."""
+    program = "import sys, jzero.cli; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(jzero.__file__).parents[1]).returncode == 0

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from jzero import bandwidth
 from jzero.bandwidth import DTYPES, KINDS, sizes_between
-from jzero.bandwidth_plot import plot, size_text
 from jzero.cli.as_json import print_json
 from jzero.cli.help import Help
 from jzero.cli.options import mesh_axes, nbytes, parsed, plot_file, speed
 from jzero.mesh import check_names, make_mesh, platform_of
 from jzero.sweep import Sweep
+from jzero.wording import exact_size
 
 SIMULATED = 8
 """How many CPU devices are simulated where there is no accelerator."""
@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(Console(), mesh, sweeps, args.link)
     if args.plot is not None:
+        from jzero.bandwidth_plot import plot  # matplotlib takes half a second, of those who draw alone
+
         plot(sweeps, args.link).savefig(args.plot, dpi=200)
     return 0
 
@@ -184,7 +186,7 @@ def _table(sweep: Sweep, link: float | None) -> Table:
         times = [timing.seconds, (timing.quartiles[1] - timing.quartiles[0]) / 2]
         bounds = [timing.ring_seconds(link), timing.tree_seconds(link)] if link else []
         table.add_row(
-            size_text(timing.collective.bytes),
+            exact_size(timing.collective.bytes),
             *(f"{1e6 * x:,.1f}" for x in times),
             *(f"{x / 1e9:.3f}" for x in (timing.algbw, timing.busbw)),
             *(f"{1e6 * x:,.1f}" for x in bounds if x is not None),

@@ -19,7 +19,6 @@ from jzero.cli.help import Help
 from jzero.cli.options import called, filled, mesh_axes, named, parsed, plot_file
 from jzero.devices import DEVICES
 from jzero.estimate import BY_COUNT, LAYERS, OPTIMIZERS, Entry, Estimate, estimate
-from jzero.figures import plan_bars
 from jzero.precision import PRECISIONS
 from jzero.wording import dtypes
 
@@ -100,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
     plans = [plan(stage, axes) for stage in dict.fromkeys(options.stage)]
     advice = advise(plan, axes, device=options.device, reserve=options.reserve)
     if options.plot:
+        from jzero.figures import plan_bars  # matplotlib takes half a second, of those who draw alone
+
         plan_bars(plans, advice.device, options.reserve).savefig(options.plot)
     if options.json:
         print_json(_plain(plans, advice, options))

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from jzero.jaxprs import LIBRARIES
 
 
@@ -76,6 +74,8 @@ def plot_file(text: str) -> Path:
         >>> plot_file("memory.pdf").suffix
         '.pdf'
     """
+    from matplotlib.figure import Figure  # takes half a second, of those who draw alone
+
     path = Path(text)
     if path.suffix[1:] not in (known := Figure().canvas.get_supported_filetypes()):
         raise ValueError(f"{text}: cannot write {path.suffix or 'a file without an ending'}; {', '.join(known)}.")

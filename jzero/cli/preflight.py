@@ -13,7 +13,6 @@ from jzero.cli.options import called, mesh_axes, parsed, plot_file, raised, spee
 from jzero.mesh import check_names
 from jzero.plain import WIDTH
 from jzero.preflight import preflight
-from jzero.schedule_plot import block_schedule
 from jzero.step import TrainStep
 from jzero.targets import GPUS, target_mesh
 
@@ -81,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     except Exception as error:
         raise RuntimeError(f"{raised(error)}, while the step of {options.function} was traced and compiled.") from error
     if options.plot is not None:
+        from jzero.schedule_plot import block_schedule  # matplotlib takes half a second, of those who draw alone
+
         block_schedule(report).savefig(options.plot)
     if options.json:
         print_json(report.as_dict())
