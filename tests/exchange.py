@@ -1,6 +1,8 @@
 """Checkpoints of params made of numpy arrays, without a training, and what is in them."""
 
 import math
+import zipfile
+from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +14,15 @@ from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.write import write
 
+DATA = Path(__file__).parent / "data"
 RANDOM = np.random.default_rng(0)
+
+
+def unpacked(name, folder):
+    """What others have saved, of tests/data, in a folder of its own."""
+    with zipfile.ZipFile(DATA / f"{name}.zip") as archive:
+        archive.extractall(folder / name)
+    return folder / name
 
 
 def bits_of(dtype, *shape):

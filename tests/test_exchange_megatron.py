@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import zipfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +18,8 @@ from jzero.checkpoint.exchange import slices, torch_dist, torch_file
 from jzero.checkpoint.exchange.files import find
 from jzero.checkpoint.exchange.format import CorruptTensors
 from jzero.cli import main
-from tests.exchange import held
+from tests.exchange import held, unpacked
 
-DATA = Path(__file__).parent / "data"
 PREFIXES = {"none": "optimizer.state.fp32_param.", "fully_reshardable": "optimizer.state.param.", "dp_reshardable": ""}
 """Of the master weights, whatever the optimizer; where it keeps them in buffers, of the params themselves."""
 
@@ -31,9 +28,7 @@ STEP = "iter_0000001"
 
 @pytest.fixture
 def saved(tmp_path):
-    with zipfile.ZipFile(DATA / "megatron.zip") as archive:
-        archive.extractall(tmp_path / "megatron")
-    return tmp_path / "megatron"
+    return unpacked("megatron", tmp_path)
 
 
 def sum_of(files, tensor):

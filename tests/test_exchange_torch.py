@@ -3,7 +3,6 @@
 import os
 import pickle
 import zipfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,18 +14,14 @@ from jzero.checkpoint.exchange import slices, torch_file
 from jzero.checkpoint.exchange.files import find
 from jzero.checkpoint.exchange.format import CorruptTensors
 from jzero.cli import main
-from tests.exchange import held
+from tests.exchange import held, unpacked
 
-DATA = Path(__file__).parent / "data"
 KINDS = ("stage1_bf16", "stage2_fp32", "stage3_fp32", "stage3_bf16")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
-    with zipfile.ZipFile(DATA / "deepspeed.zip") as archive:
-        archive.extractall(folder)
-    return folder
+    return unpacked("deepspeed", tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,9 +170,7 @@ def test_a_tensor_of_a_file(tmp_path):
 
 @pytest.fixture
 def boxes(tmp_path):
-    with zipfile.ZipFile(DATA / "torch_dist.zip") as archive:
-        archive.extractall(tmp_path / "boxes")
-    return tmp_path / "boxes"
+    return unpacked("torch_dist", tmp_path)
 
 
 MAP = """

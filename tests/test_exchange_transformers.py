@@ -1,6 +1,5 @@
 """Models that transformers itself saved: read by the maps, they give its logits, and come back as they were."""
 
-import zipfile
 from pathlib import Path
 
 import jax
@@ -13,16 +12,14 @@ from safetensors import deserialize
 import jzero
 from experiments import llama
 from jzero.checkpoint import Checkpointer, export_safetensors, import_params, load_safetensors
+from tests.exchange import unpacked
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("transformers")
-    with zipfile.ZipFile(ROOT / "tests/data/transformers.zip") as archive:
-        archive.extractall(folder)
-    return folder
+    return unpacked("transformers", tmp_path_factory.mktemp("saved"))
 
 
 def tensors(folder):

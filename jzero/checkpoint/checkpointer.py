@@ -13,7 +13,7 @@ import optax
 from jzero.arguments import check_arguments
 from jzero.checkpoint import cut, parts, place, run_folder
 from jzero.checkpoint.errors import BeingWritten
-from jzero.checkpoint.manifest import FILE, Manifest, as_json
+from jzero.checkpoint.manifest import Manifest, as_json
 from jzero.checkpoint.parts import PARTS
 from jzero.checkpoint.processes import TIMEOUT, Processes
 from jzero.checkpoint.restore import restored, restored_params
@@ -406,29 +406,11 @@ class Checkpointer:
                     "restore: step='best' needs a metric; make the Checkpointer with best=('loss', 'min')."
                 )
             if found is None:
-                raise FileNotFoundError(self._nothing_there())
+                raise FileNotFoundError(run_folder.nothing(self.directory, self.best and self.best[0]))
             step = found
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"restore: step={step!r}; wanted a step, 'latest' or 'best'.")
         return step
-
-    def _nothing_there(self) -> str:
-        """Why there is neither a latest nor a best checkpoint, and what to do."""
-        if self.best is not None and (latest := self.latest) is not None:
-            have = ", ".join(self.manifest(latest).metrics) or "none"
-            return (
-                f"{self.directory} has no checkpoint with the metric {self.best[0]!r} of best=; the metrics of step "
-                f"{latest} are: {have}. Name one of these, or pass it to save(..., metrics={{{self.best[0]!r}: ...}})."
-            )
-        if not (self.directory / FILE).is_file():
-            return f"{self.directory} has no checkpoint. Save one first, or name another folder."
-        name, parent = self.directory.name, self.directory.parent
-        if run_folder.is_step(name):
-            return f"{self.directory} is one checkpoint. Make the Checkpointer of its folder, {parent}: step={name}."
-        return (
-            f"{self.directory} is one checkpoint, and no folder of them. Move it to {self.directory}/0, say, where it "
-            f"is step 0."
-        )
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_bl
 from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside
 from jzero.checkpoint.compare import different
 from jzero.checkpoint.entry import Entry
-from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint, SaveFailed
+from jzero.checkpoint.errors import CheckpointMismatch, CorruptCheckpoint
 from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.names import folders
 from jzero.checkpoint.origin import Origin
@@ -63,26 +63,8 @@ class Plan:
                     yield leaf, entry, region
 
 
-def plan(
-    source: str | PathLike[str],
-    *,
-    drop: Sequence[Pattern] = (),
-    only: Sequence[Pattern] = (),
-    rules: Sequence[Rule] = (),
-    mesh: Mapping[str, int] | None = None,
-    stage: int = 3,
-    chunk: int = LARGEST,
-    memory: int = MEMORY,
-) -> Plan:
-    """Says what a rewrite will do; see `reshard`. Nothing is read but descriptions, and nothing is written.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-        CorruptCheckpoint: Its description is damaged.
-        CheckpointMismatch: A pattern or a rule does not fit it; all of them.
-        LimitExceeded: It cannot be done in this memory.
-        ValueError: An option that makes no sense.
-    """
+def _plan(source, drop, only, rules, mesh, stage: int, chunk: int, memory: int) -> Plan:
+    """Says what `reshard` will do with these options. Nothing is read but descriptions, and nothing is written."""
     if chunk < 1:
         raise ValueError(f"chunks of {chunk} bytes; wanted 1 or more.")
     origin = Origin.open(Path(source))
@@ -181,7 +163,7 @@ def reshard(
         ValueError: An option that makes no sense.
     """
     where = target(folder)
-    found = plan(source, drop=drop, only=only, rules=rules, mesh=mesh, stage=stage, chunk=chunk, memory=memory)
+    found = _plan(source, drop, only, rules, mesh, stage, chunk, memory)
     check_apart(found.origin.folder, where)
     check_free(where, overwrite, is_of_checkpoint, "a checkpoint of jzero")
     check_disk(where, found.disk, ", or --drop, --only or --cast more")
@@ -205,12 +187,7 @@ def reshard(
                         where / entry.file(), "would not hold what was read; memory or disk of this machine", leaf.name
                     )
 
-    try:
-        write(where, found.manifest, pieces(), overwrite=overwrite, check=check)
-    except SaveFailed as error:
-        if isinstance(error.__cause__, CorruptCheckpoint):
-            raise error.__cause__ from None
-        raise
+    write(where, found.manifest, pieces(), overwrite=overwrite, check=check)
     return found
 
 

@@ -73,3 +73,21 @@ def manifest(directory: Path, step: int) -> Manifest:
         there = steps(directory)
         has = f"has steps {', '.join(map(str, there))}" if there else "has none"
         raise FileNotFoundError(f"{error} {directory} {has}.") from None
+
+
+def nothing(directory: Path, metric: str | None) -> str:
+    """Why there is no latest checkpoint, or none that is best by a metric, and what to do."""
+    if metric is not None and (latest := max(steps(directory), default=None)) is not None:
+        have = ", ".join(manifest(directory, latest).metrics) or "none"
+        return (
+            f"{directory} has no checkpoint with the metric {metric!r} of best=; the metrics of step {latest} are: "
+            f"{have}. Name one of these, or pass it to save(..., metrics={{{metric!r}: ...}})."
+        )
+    if not (directory / FILE).is_file():
+        return f"{directory} has no checkpoint. Save one first, or name another folder."
+    if is_step(directory.name):
+        return (
+            f"{directory} is one checkpoint. Make the Checkpointer of its folder, {directory.parent}: "
+            f"step={directory.name}."
+        )
+    return f"{directory} is one checkpoint, and no folder of them. Move it to {directory}/0, say, where it is step 0."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jzero.checkpoint import orbax_format, place, store
 from jzero.checkpoint.entry import ARRAYS, Sum
-from jzero.checkpoint.errors import BeingWritten, InTheWay, SaveFailed
+from jzero.checkpoint.errors import BeingWritten, CorruptCheckpoint, InTheWay, SaveFailed
 from jzero.checkpoint.manifest import FILE, Manifest
 from jzero.checkpoint.processes import Processes
 from jzero.checkpoint.store import Piece
@@ -40,6 +40,7 @@ def write(
     Raises:
         InTheWay: A `FileExistsError`: one is there.
         BeingWritten: Another job is at it.
+        CorruptCheckpoint: What `pieces` reads is damaged, or what was written, as `check` says; it is removed.
         SaveFailed: It could not be written, by this process or another; what was written is removed.
     """
     processes = processes or Processes()
@@ -71,7 +72,7 @@ def write(
                 failed = processes.meet(f"{folder}/{name}", failure)
             except Exception as error:
                 raise SaveFailed(f"{folder} was not written: the other processes did not come ({error}).") from error
-            if isinstance(failure, BeingWritten | InTheWay):
+            if isinstance(failure, BeingWritten | InTheWay | CorruptCheckpoint):
                 raise failure
             if failed:
                 of = {index: text for index, text in failed.items() if index != processes.index}

@@ -113,6 +113,16 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
+def pace(nbytes: int, seconds: float) -> str:
+    """How much was done, how long it took, and how fast that is.
+
+    Example:
+        >>> pace(3_000_000_000, 12.0)
+        '3.00 GB in 12.0 s, 250 MB/s'
+    """
+    return f"{size(nbytes)} in {seconds:.1f} s, {size(nbytes / seconds)}/s"
+
+
 def safe(text: str) -> str:
     """A name as a terminal may have it: what does not print is escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -8,9 +8,8 @@ from typing import Any
 from jzero.checkpoint.exchange.export import FLOATS, SHARD, export_safetensors
 from jzero.checkpoint.exchange.rules import MAPS, Rules
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress
+from jzero.cli.checkpoints import add_memory, command, exits, pace, safe, shown_progress
 from jzero.cli.options import nbytes, parsed
-from jzero.wording import size
 
 DESCRIPTION = """\
 Writes the params of a checkpoint as whole tensors into safetensors files, as Hugging Face lays them out: one file, or
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in done.dtypes.items())
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files and an index"
     print(f"{safe(str(done.checkpoint))} to {safe(options.folder)}: {done.tensors} tensors ({kinds}) in {files},")
-    print(f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s; read back and compared.")
+    print(f"{pace(done.nbytes, seconds)}; read back and compared.")
     if done.left:
         print(f"Not exported: {', '.join(map(safe, done.left))}.")
     return 0

@@ -7,9 +7,9 @@ from typing import Any
 
 from jzero.checkpoint.exchange.bring import import_params
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, safe, shown_progress
+from jzero.cli.checkpoints import add_memory, command, exits, pace, safe, shown_progress
 from jzero.cli.export import add_map, rules_of
-from jzero.wording import few, size
+from jzero.wording import few
 
 DESCRIPTION = """\
 Makes a checkpoint of params to start a training from, of safetensors files; of the float32 master weights that
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         plain = dataclasses.asdict(done) | {"source": options.source, "checkpoint": options.checkpoint}
         print_json(plain | {"seconds": seconds})
         return 0
-    speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
+    speed = pace(done.nbytes, seconds)
     print(f"{safe(options.checkpoint)}: {done.leaves} leaves, {speed}; compared with the files.")
     for why, names in (("as the map says", done.ignored), ("as no params", done.left_out)):
         if names:

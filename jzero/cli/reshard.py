@@ -11,9 +11,8 @@ from jzero.checkpoint.patterns import Pattern
 from jzero.checkpoint.rename import Cast, Rename
 from jzero.checkpoint.reshard import reshard
 from jzero.cli.as_json import print_json
-from jzero.cli.checkpoints import add_memory, command, exits, mesh_and_stage, safe, shown_progress
+from jzero.cli.checkpoints import add_memory, command, exits, mesh_and_stage, pace, safe, shown_progress
 from jzero.cli.options import nbytes, parsed
-from jzero.wording import size
 
 DESCRIPTION = """\
 Rewrites a checkpoint: in chunks that another mesh reads fast, with fewer or other leaves, or in other dtypes; from
@@ -96,9 +95,8 @@ def run(options: argparse.Namespace) -> int:
         }
         print_json(plain)
     else:
-        speed = f"{size(done.nbytes)} in {seconds:.1f} s, {size(done.nbytes / seconds)}/s"
         print(f"{safe(str(done.origin.folder))} to {safe(options.folder)}: {len(done.leaves)} leaves,")
-        print(f"{speed}; compared with what was read.")
+        print(f"{pace(done.nbytes, seconds)}; compared with what was read.")
         if done.origin.others:
             print(f"Left out, for these are no arrays: {safe(', '.join(sorted(done.origin.others)))}.")
     return 0

@@ -12,7 +12,7 @@ from jzero.checkpoint.blocks import BASE, COPIES, budget
 from jzero.checkpoint.chunks import LARGEST, grid, halved
 from jzero.checkpoint.compare import different
 from jzero.checkpoint.entry import Entry
-from jzero.checkpoint.errors import CorruptCheckpoint, SaveFailed
+from jzero.checkpoint.errors import CorruptCheckpoint
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.exchange.source import Source
 from jzero.checkpoint.manifest import Manifest
@@ -121,10 +121,5 @@ def import_params(
                     file = folder / piece.leaf.file(piece.chunk)
                     raise CorruptCheckpoint(file, "does not hold what was written to it", piece.leaf.name)
 
-        try:
-            write(folder, Manifest(tuple(entries)), read("writing"), overwrite=overwrite, check=check)
-        except SaveFailed as error:
-            if isinstance(error.__cause__, CorruptCheckpoint):
-                raise error.__cause__ from None
-            raise
+        write(folder, Manifest(tuple(entries)), read("writing"), overwrite=overwrite, check=check)
         return Imported(len(entries), nbytes, tuple(model.ignored), model.left_out, model.note)
