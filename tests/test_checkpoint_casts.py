@@ -14,14 +14,14 @@ from jzero.checkpoint import encoding, export_safetensors, load_safetensors
 from jzero.checkpoint.manifest import Manifest
 from jzero.checkpoint.parts import Want
 from jzero.checkpoint.read import arrays
-from jzero.checkpoint.rename import Cast, is_float
+from jzero.checkpoint.rename import Cast
 from jzero.checkpoint.reshard import reshard
 from tests.exchange import held, saved
 
 NARROW = [
     name
     for name in sorted(encoding.NATIVE | encoding.BITS)
-    if is_float(name) and encoding.dtype_of(name).itemsize <= 2 and name != "float8_e8m0fnu"
+    if encoding.is_float(name) and encoding.dtype_of(name).itemsize <= 2 and name != "float8_e8m0fnu"
 ]
 
 
@@ -48,7 +48,7 @@ def nearest(x, numbers, fractions):
 @pytest.mark.filterwarnings("error")
 def test_every_float_becomes_every_other_without_a_word():
     """Signalling NaNs among them, and the pairs for which numpy has no cast."""
-    names = [name for name in sorted(encoding.NATIVE | encoding.BITS) if is_float(name)]
+    names = [name for name in sorted(encoding.NATIVE | encoding.BITS) if encoding.is_float(name)]
     for name in names:
         dtype = encoding.dtype_of(name)
         raw = np.random.default_rng(0).integers(0, 2**4 if "float4" in name else 2**8, (512, dtype.itemsize), np.uint8)

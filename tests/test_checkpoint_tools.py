@@ -33,7 +33,7 @@ from jzero.checkpoint import (
     place,
     store,
 )
-from jzero.checkpoint.blocks import BASE, COPIES, ENOUGH, Reader, budget, regions, shape_of_blocks
+from jzero.checkpoint.blocks import BASE, COPIES, ENOUGH, MEMORY, Reader, budget, regions, shape_of_blocks
 from jzero.checkpoint.compare import compare
 from jzero.checkpoint.errors import LimitExceeded
 from jzero.checkpoint.inspection import inspect
@@ -45,7 +45,7 @@ from jzero.checkpoint.origin import Origin, find, left_behind
 from jzero.checkpoint.patterns import Pattern
 from jzero.checkpoint.recipe import same
 from jzero.checkpoint.rename import Cast, Rename, applied
-from jzero.checkpoint.reshard import MEMORY, reshard
+from jzero.checkpoint.reshard import reshard
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.verify import verify
 from jzero.checkpoint.write import write

@@ -18,6 +18,12 @@ from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import Made
 from jzero.wording import size
 
+MEMORY = 300 * 10**6
+"""Bytes of memory that a command takes at most by default, over those of the process before."""
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is going on, how many bytes of it are done, and how many there are."""
+
 BASE = 40 * 2**20
 """Bytes that tensorstore's threads and their memory take, whatever is read."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jzero.checkpoint import encoding
-from jzero.checkpoint.blocks import Reader, budget, regions, shape_of_blocks, side_by_side
+from jzero.checkpoint.blocks import Progress, Reader, budget, regions, shape_of_blocks, side_by_side
 from jzero.checkpoint.chunks import Region
 from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CorruptCheckpoint
@@ -39,7 +39,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def compare(
-    one: Origin, other: Origin, memory: int, progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    one: Origin, other: Origin, memory: int, progress: Progress = lambda task, done, total: None
 ) -> Iterator[Difference]:
     """Every leaf that differs: it is in one only, has another shape or dtype, other bits, or cannot be read.
 

@@ -95,6 +95,16 @@ def values(array: np.ndarray, name: str) -> np.ndarray:
     return array if name.startswith(KEY) or str(array.dtype) == name else array.view(dtype_of(name))
 
 
+def is_float(name: str) -> bool:
+    """Whether this is the name of a dtype of floats, of any width, that can be stored.
+
+    Example:
+        >>> is_float("float8_e4m3fn"), is_float("int8"), is_float("key:threefry2x32"), is_float("real")
+        (True, False, False, False)
+    """
+    return name in NATIVE | BITS and jnp.issubdtype(dtype_of(name), jnp.floating)
+
+
 def cast(array: np.ndarray, name: str) -> np.ndarray:
     """Floats as others, each rounded once to the nearest, ties to even, and C-contiguous.
 

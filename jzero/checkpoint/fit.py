@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import jax.numpy as jnp
-
-from jzero.checkpoint.encoding import KEY, dtype_of
+from jzero.checkpoint.encoding import is_float
 from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CheckpointMismatch
 from jzero.checkpoint.names import Path, shown
@@ -109,19 +107,13 @@ def _problem(entry: Entry, want: Want, cast: bool) -> str:
         )
     if entry.dtype == want.dtype:
         return ""
-    if not _floats(entry.dtype, want.dtype):
+    if not (is_float(entry.dtype) and is_float(want.dtype)):
         return f"{entry.name}: the checkpoint has {has}, asked for {asked}, and only floats are cast to floats."
     if cast:
         return ""
     return (
         f"{entry.name}: the checkpoint has {has}, asked for {asked}. Pass cast=True to cast it, or use the precision "
         f"that it was saved with."
-    )
-
-
-def _floats(*names: str) -> bool:
-    return not any(name.startswith(KEY) for name in names) and all(
-        jnp.issubdtype(dtype_of(name), jnp.floating) for name in names
     )
 
 

@@ -6,8 +6,6 @@ Each is written `LEFT=RIGHT`, of patterns; the wildcards of the right side stand
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
-
 from jzero.checkpoint import encoding
 from jzero.checkpoint.errors import CheckpointMismatch
 from jzero.checkpoint.joints import Merge, Split
@@ -59,7 +57,7 @@ class Cast:
         """Reads `PATTERN=DTYPE`."""
         wanted = "PATTERN=DTYPE of a float dtype, such as params/**=bfloat16"
         left, right, dim = pair(text, wanted)
-        if dim is not None or not is_float(right.text):
+        if dim is not None or not encoding.is_float(right.text):
             raise unfit(text, wanted)
         return cls(text, left, right.text)
 
@@ -67,7 +65,7 @@ class Cast:
         """The leaves, those that the rule names in its dtype."""
 
         def as_dtype(leaf, found):
-            if is_float(leaf.dtype):
+            if encoding.is_float(leaf.dtype):
                 return [replace(leaf, dtype=self.dtype)]
             problems.append(
                 f"{leaf.name}: the checkpoint has {leaf.described}, asked for {self.dtype}; only floats are cast to "
@@ -100,11 +98,6 @@ def applied(what: str, rules: Sequence[Rule], leaves: Sequence[Made]) -> list[Ma
     if problems:
         raise CheckpointMismatch(what, problems)
     return made
-
-
-def is_float(name: str) -> bool:
-    """Whether this is the name of a dtype of floats."""
-    return name in encoding.NATIVE | encoding.BITS and jnp.issubdtype(encoding.dtype_of(name), jnp.floating)
 
 
 def _clashes(leaves: Sequence[Made]) -> list[str]:

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from jzero.checkpoint import encoding
-from jzero.checkpoint.blocks import Budget, Reader, budget, regions, shape_of_blocks, side_by_side
+from jzero.checkpoint.blocks import MEMORY, Budget, Progress, Reader, budget, regions, shape_of_blocks, side_by_side
 from jzero.checkpoint.chunks import LARGEST, Region, grid, halved, inside
 from jzero.checkpoint.compare import different
 from jzero.checkpoint.entry import Entry
@@ -22,14 +22,8 @@ from jzero.checkpoint.room import check_apart, check_disk, check_free, is_of_che
 from jzero.checkpoint.store import Piece
 from jzero.checkpoint.write import write
 
-MEMORY = 300 * 10**6
-"""Bytes of memory that a rewrite takes at most by default, over those of the process before."""
-
 BLOCK = 4096
 """Bytes of disk that are given out at a time: a file takes up to so many more than it has."""
-
-Progress = Callable[[str, int, int], None]
-"""Is told what is going on, how many bytes of it are done, and how many there are."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """Every file of a checkpoint against its checksum."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from jzero.checkpoint import store
-from jzero.checkpoint.blocks import BASE, COPIES
+from jzero.checkpoint.blocks import BASE, COPIES, Progress
 from jzero.checkpoint.chunks import grid
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded
 from jzero.checkpoint.manifest import FILE, Manifest
@@ -40,7 +39,7 @@ def verify(
     folder: str | PathLike[str],
     *,
     memory: int,
-    progress: Callable[[str, int, int], None] = lambda task, done, total: None,
+    progress: Progress = lambda task, done, total: None,
 ) -> Verified:
     """Reads all of a checkpoint and checks all that can be checked.
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from jzero.checkpoint import malloc
+from jzero.checkpoint.blocks import MEMORY
 from jzero.checkpoint.errors import CorruptCheckpoint, LimitExceeded, SaveFailed
 from jzero.checkpoint.origin import Origin
-from jzero.checkpoint.reshard import MEMORY
 from jzero.cli.help import Help
 from jzero.cli.options import mesh_axes, nbytes, parsed
 from jzero.wording import size

@@ -1,6 +1,6 @@
 """Safetensors files, or checkpoints of PyTorch, as a checkpoint of params, a few chunks at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jzero.checkpoint import encoding, store
-from jzero.checkpoint.blocks import BASE, COPIES, budget
+from jzero.checkpoint.blocks import BASE, COPIES, MEMORY, Progress, budget
 from jzero.checkpoint.chunks import LARGEST, grid, halved
 from jzero.checkpoint.compare import different
 from jzero.checkpoint.entry import Entry
@@ -23,9 +23,6 @@ from jzero.checkpoint.write import write
 
 LEAST = 2**20
 """Bytes of a chunk that there must be memory for; smaller ones would be too many files."""
-
-MEMORY = 300 * 10**6
-"""Bytes of memory that an import takes at most by default, over those of the process before."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ def import_params(
     map: str | PathLike[str] | Rules | None = None,
     memory: int = MEMORY,
     overwrite: bool = False,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Imported:
     """Makes a checkpoint of params, to start a training from, of safetensors files or checkpoints of PyTorch.
 

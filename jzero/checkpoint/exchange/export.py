@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jzero.checkpoint import encoding, place
-from jzero.checkpoint.blocks import ENOUGH, Reader, budget
+from jzero.checkpoint.blocks import ENOUGH, MEMORY, Progress, Reader, budget
 from jzero.checkpoint.chunks import Region, grid
 from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.exchange import slices
@@ -24,17 +24,11 @@ from jzero.checkpoint.origin import Origin
 from jzero.checkpoint.recipe import same
 from jzero.checkpoint.room import check_apart, check_disk, check_free, on_disk, target
 
-MEMORY = 300 * 10**6
-"""Bytes of memory that an export takes at most by default, over those of the process before."""
-
 SHARD = 5_000_000_000
 """Most bytes of tensors in a file, as Hugging Face has it by default."""
 
 FLOATS = ("float32", "bfloat16", "float16")
 """What floats can be exported as."""
-
-Progress = Callable[[str, int, int], None]
-"""Is told what is going on, how many bytes of it are done, and how many there are."""
 
 
 @dataclass(frozen=True)

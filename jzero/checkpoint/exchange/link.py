@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jzero.checkpoint import encoding
 from jzero.checkpoint.chunks import Region
 from jzero.checkpoint.entry import Entry
 from jzero.checkpoint.errors import CheckpointMismatch
@@ -87,12 +88,13 @@ def outward(what: str, entries: Iterable[Entry], rules: Rules | None, dtype: str
             continue
         if link is None:
             continue
-        cast = dtype if dtype and is_float(entry.dtype) else entry.dtype
+        floats = encoding.is_float(entry.dtype)
+        cast = dtype if dtype and floats else entry.dtype
         if cast not in CODES:
+            way_out = "Cast it, with dtype= or --dtype." if floats else "List it under `skip` of a map."
             problems.append(
                 f"{entry.name}: the checkpoint has {entry.dtype}{entry.shape}, and safetensors has no such dtype. "
-                + ("Cast it, with dtype= or --dtype" if is_float(entry.dtype) else "List it under `skip` of a map")
-                + "."
+                f"{way_out}"
             )
             continue
         for name in link.tensors:
@@ -104,11 +106,6 @@ def outward(what: str, entries: Iterable[Entry], rules: Rules | None, dtype: str
     if problems:
         raise CheckpointMismatch(what, problems)
     return links
-
-
-def is_float(dtype: str) -> bool:
-    """Whether this is the name of a float, of any width."""
-    return dtype.startswith(("float", "bfloat"))
 
 
 def _outward(entry: Entry, rules: Rules | None) -> Link | None:

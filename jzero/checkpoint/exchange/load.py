@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten_with_path
 from jzero.checkpoint import encoding
 from jzero.checkpoint.chunks import Region, grid, halved, inside, overlap, region_of
 from jzero.checkpoint.errors import CheckpointMismatch
-from jzero.checkpoint.exchange.link import ROOT, Link, is_float
+from jzero.checkpoint.exchange.link import ROOT, Link
 from jzero.checkpoint.exchange.rules import Rules
 from jzero.checkpoint.exchange.source import Source
 from jzero.checkpoint.names import Path as Keys
@@ -140,7 +140,7 @@ def _problem(link: Link, want: Want, cast: bool) -> str:
     if link.shape != want.shape:
         return f"{asked}. Make the model with the sizes of the files, or turn the dims by a map."
     if link.dtype != want.dtype:
-        if not (is_float(link.dtype) and is_float(want.dtype)):
+        if not (encoding.is_float(link.dtype) and encoding.is_float(want.dtype)):
             return f"{asked}, and only floats are cast to floats."
         if not cast:
             return f"{asked}. Pass cast=True to cast it."
